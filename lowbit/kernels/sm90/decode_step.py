@@ -466,9 +466,8 @@ def own_row_blocks(product: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def load_product(args, layer, weights, place, issued, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
-    """Copies this block's weights of one product to the ring. `weights`: the addresses of its codes and scales. `issued`:
-    number of slots that were filled before."""
+def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Copies this block's weights of one product to the ring. `issued`: number of slots that were filled before."""
     T: gl.constexpr = C.table
     UNIT: gl.constexpr = ptx(C.form, product, index).unit
     UNITS: gl.constexpr = ptx(T.units, product, index)
@@ -485,7 +484,8 @@ def load_product(args, layer, weights, place, issued, product: gl.constexpr, ind
     warp = warp_number() & (LOADERS - 1)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + lane * 0
     barriers = start + T.barriers_start
-    codes, scale = weights
+    codes = field(args, layer, product + " codes", C)
+    scale = field(args, layer, product + " scale", C)
     first, end = own_row_blocks(product, C)
     for begin in range(first, end, AT_ONCE):
         for part in range(0, ALL, STEP):
@@ -543,46 +543,33 @@ def rows_of_slot(weights, row_block, part, tiles, row, product: gl.constexpr, UN
 
 
 @gluon.jit
-def load_forms(args, layer, weights, place, issued, product: gl.constexpr, C: gl.constexpr):
+def load_forms(args, layer, place, issued, product: gl.constexpr, C: gl.constexpr):
     """As `load_product`, in the layer's form."""
     COUNT: gl.constexpr = len(ptx(C.table.shape.forms_of, product))
     if COUNT == 1:
-        place, issued = load_product(args, layer, weights, place, issued, product, 0, C)
+        place, issued = load_product(args, layer, place, issued, product, 0, C)
     else:
         form = field(args, layer, product + " form", C)
         for index in gl.static_range(COUNT):
             if form == index:
-                place, issued = load_product(args, layer, weights, place, issued, product, index, C)
+                place, issued = load_product(args, layer, place, issued, product, index, C)
     return place, issued
 
 
 @gluon.jit
-def weights_of(args, layer, product: gl.constexpr, C: gl.constexpr):
-    """Returns the addresses of a product's codes and scales."""
-    return field(args, layer, product + " codes", C), field(args, layer, product + " scale", C)
-
-
-@gluon.jit
 def load(args, C: gl.constexpr):
-    """The loader: all weights of this block, layer by layer. Addresses are read one product ahead, so that no slot is asked for
-    later because of them."""
+    """The loader: all weights of this block, layer by layer."""
     LAYERS: gl.constexpr = C.table.shape.layers
     zero = gl.program_id(0) * 0
     place = RingPlace(zero, zero)
     issued = zero
-    qkv = weights_of(args, zero, "qkv", C)
-    head = weights_of(args, zero + LAYERS, "head", C)
     for layer in range(LAYERS):
-        o = weights_of(args, layer, "o", C)
-        place, issued = load_forms(args, layer, qkv, place, issued, "qkv", C)
-        gate_up = weights_of(args, layer, "gate_up", C)
-        place, issued = load_forms(args, layer, o, place, issued, "o", C)
-        down = weights_of(args, layer, "down", C)
-        place, issued = load_forms(args, layer, gate_up, place, issued, "gate_up", C)
-        qkv = weights_of(args, layer + 1, "qkv", C)
-        place, issued = load_forms(args, layer, down, place, issued, "down", C)
+        place, issued = load_forms(args, layer, place, issued, "qkv", C)
+        place, issued = load_forms(args, layer, place, issued, "o", C)
+        place, issued = load_forms(args, layer, place, issued, "gate_up", C)
+        place, issued = load_forms(args, layer, place, issued, "down", C)
     if C.table.shape.has_head:
-        load_product(args, zero + LAYERS, head, place, issued, "head", 0, C)
+        load_product(args, zero + LAYERS, place, issued, "head", 0, C)
 
 
 # ---- products

@@ -203,8 +203,8 @@ def compiled(tokens, scheme="w4a16_g128", head="w8a16", dtype=torch.float16, sha
     "smollm2", "scheme": "w8a16"})],
 )  # fmt: skip
 def test_machine_code(tokens, options):
-    """All shared memory is one allocation at address 0 beside the state of roles; nothing is on the stack, or with 8 tokens a
-    few words. A unit of 4 bits takes at most 100 instructions, with those of a wait that fails."""
+    """All shared memory is one allocation at address 0 beside the state of roles; nothing is on the stack, or a few
+    words at 8 tokens. A unit of 4 bits takes at most 100 instructions, with those of a wait that fails."""
     plan, kernel = compiled(tokens, **options)
     table = plan.table
     assert table.shared_bytes <= kernel.shared_bytes <= 227 << 10
