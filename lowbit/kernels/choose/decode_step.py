@@ -51,8 +51,8 @@ FEWEST_SMS = 16
 BYTES = 227 << 10
 """Shared memory of a block on sm_90."""
 
-RESERVED_BYTES = 1 << 10
-"""Shared memory that the compiler uses for the roles of warps."""
+RESERVED_BYTES = 384
+"""Shared memory for what the compiler adds for the roles of warps: 100 bytes at most with Triton 3.6 and 3.9."""
 
 MOST_X_BYTES = 72 << 10
 """Activations that a block has at a time; more of them are gathered in parts of K."""
@@ -337,8 +337,10 @@ class StepTable:
         return max(sums, 16 * self.shape.attention.head_dim)
 
     def sums_stride(self, product: ProductName) -> int:
-        """Distance of the sums of row blocks: those of all warps."""
-        return self.warps * 64 * self.shape.tokens
+        """Distance of the sums of row blocks: those of all warps; with few tokens a part of the banks more, as a warp then
+        reads those of several row blocks at a time."""
+        parts = {1: 32 if product in ("gate_up", "head") else 64, 2: 64 if product == "gate_up" else 0}
+        return self.warps * 64 * self.shape.tokens + parts.get(self.shape.tokens, 0)
 
     @property
     def x_start(self) -> int:

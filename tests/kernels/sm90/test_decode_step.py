@@ -209,7 +209,7 @@ def test_machine_code(tokens, options):
     table = plan.table
     assert table.shared_bytes <= kernel.shared_bytes <= 227 << 10
     assert kernel.registers * 32 * (table.warps + LOADER_WARPS) <= 1 << 16
-    assert kernel.stack_bytes <= (64 if tokens == 8 else 0)
+    assert kernel.stack_bytes <= (128 if tokens == 8 else 0)
     products = [(first, last) for first, last in kernel.loops if any("HMMA" in line for line in kernel.lines[first : last + 1])]
     innermost = [
         loop
