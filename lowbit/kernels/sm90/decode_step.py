@@ -827,9 +827,9 @@ def multiply_chunk(
     sums = load_x_sums(at, chunk, product, index, C)
     new = ()
     for i in gl.static_range(0, number, AT_ONCE):
-        of_units = accs[4 * i : 4 * (i + AT_ONCE)]
+        of_units = accs[4 * i : 4 * min(i + AT_ONCE, number)]
         place, of_units = multiply_units(
-            args, at, layer, place, of_units, x, sums, first + chunk, AT_ONCE, 0, product, index, C
+            args, at, layer, place, of_units, x, sums, first + chunk, min(AT_ONCE, number - i), 0, product, index, C
         )  # fmt: skip
         new = new + of_units
     return place, new

@@ -142,6 +142,14 @@ def test_x_in_parts(monkeypatch):
     emulate(table, schemes, {"contexts": (3, 40)})
 
 
+def test_three_row_blocks_at_once(monkeypatch):
+    """Units are read two at a time, also where the sums of three row blocks are reduced together."""
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.MOST_X_BYTES", 1024)
+    table = small_table(hidden=640, blocks=6)
+    assert table.parts("qkv") == 2 and table.at_once("qkv") == table.at_once("gate_up") == 3
+    emulate(table, (), {"contexts": (3,)})
+
+
 def test_late_weights(monkeypatch):
     """A slot may be full long after the slots behind it. A warp waits for every second slot of a ring of 5, so for the same
     place every second time only: it must not take the contents that other warps wait for as its own."""
