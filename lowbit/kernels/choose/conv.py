@@ -17,6 +17,7 @@ from lowbit.kernels.choose.depthwise import depthwise_refusals, depthwise_tile
 from lowbit.pack.conv_block import CHANNELS, CHUNK, EXPANDED
 from lowbit.pack.conv_fragment import MmaFragments, fragment_bits
 from lowbit.pack.conv_layout import ConvLayout
+from lowbit.pack.conv_pair import HALF, STAGE_BYTES, STEP, PairLayout
 from lowbit.pack.conv_weight import WgmmaTiles, planes
 from lowbit.pack.depthwise import DepthwiseTaps
 from lowbit.pack.grouped import GroupedBlocks
@@ -63,6 +64,16 @@ MOST_X_STAGES = 8
 
 WARPGROUPS = 4
 """Warpgroups on an SM in the block kernel, limited by registers; in two thread blocks where they fit, else in one."""
+
+PAIR_CHANNELS = (128, 256)
+"""Numbers of input channels that the pair kernel supports for its first convolution. With 512 its x does not fit in
+registers."""
+
+PAIR_ENTRY = 256
+"""Number of channels of a shortcut's input that the pair kernel supports, with 128 channels of x."""
+
+PAIR_STAGES = 12
+"""Limit of stages of weights of the pair kernel."""
 
 Size = tuple[int, int, int]
 
@@ -486,4 +497,149 @@ def block_refusals(
         reasons.append(f"the shortcut is {found} with stride {shortcut.stride}, supported: 64 channels, 1")
     if size[2] > MOST_WIDTH:
         reasons.append(f"images are {size[2]} pixels wide, supported are up to {MOST_WIDTH}")
+    return tuple(reasons)
+
+
+@dataclass(frozen=True)
+class PairTile:
+    """A tile of sm90/conv_pair.py and its shared memory.
+
+    All activations have the same storage. x has `channels` channels, y `expanded`, z `following`; the shortcut's input has
+    `entry` channels, 0 without a shortcut. There are `stages` stages of weights.
+    """
+
+    storage: str
+    channels: int
+    expanded: int
+    following: int
+    entry: int
+    stages: int
+    multipliers = 3
+    """Number of math warpgroups, of 64 pixels each."""
+
+    @property
+    def pixels(self) -> int:
+        return 64 * self.multipliers
+
+    @property
+    def bits(self) -> int:
+        return CODES[self.storage].bits
+
+    @property
+    def layout(self) -> PairLayout:
+        return PairLayout(self.storage, self.channels, self.expanded, self.following, self.entry)
+
+    @property
+    def weight_stages(self) -> int:
+        """Number of stages of weights that a tile reads."""
+        return self.layout.stages
+
+    @property
+    def constants(self) -> int:
+        return self.layout.constants
+
+    @property
+    def stage_bytes(self) -> int:
+        return STAGE_BYTES
+
+    @property
+    def group_words(self) -> int:
+        """Number of words with the codes of 8 columns."""
+        return self.bits // 4
+
+    @property
+    def step_vectors(self) -> int:
+        """Number of vectors of 64 bytes in the codes of 128 channels."""
+        return STEP * self.bits // 8 // 64
+
+    @property
+    def x_vectors(self) -> int:
+        """Number of vectors in a row of x."""
+        return self.channels * self.bits // 8 // 64
+
+    @property
+    def entry_vectors(self) -> int:
+        return self.entry * self.bits // 8 // 64
+
+    @property
+    def private_vector(self) -> int:
+        """Distance in bytes of consecutive vectors of a thread in its own shared memory: all threads have 16 bytes of each."""
+        return 16 * 128 * self.multipliers
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes from one iteration's residual codes to those of the next one: two rows of all threads."""
+        return 2 * self.step_vectors * self.private_vector
+
+    @property
+    def x_vector(self) -> int:
+        """Index of the first vector of x in a thread's own memory, after two iterations of residual codes."""
+        return 0 if self.entry else 4 * self.step_vectors
+
+    @property
+    def entry_vector(self) -> int:
+        return self.x_vector + 2 * self.x_vectors
+
+    @property
+    def constants_start(self) -> int:
+        """Byte offset in shared memory of the constants, after the weights."""
+        return self.stages * STAGE_BYTES
+
+    @property
+    def private_start(self) -> int:
+        return -(-(self.constants_start + 4 * self.constants) // UNIT) * UNIT
+
+    @property
+    def barriers_start(self) -> int:
+        return self.private_start + (self.entry_vector + 2 * self.entry_vectors) * self.private_vector
+
+    @property
+    def shared_units(self) -> int:
+        """KiB of shared memory."""
+        return self.barriers_start // UNIT + 1
+
+    @property
+    def line(self) -> str:
+        """Text for tables. Not `str`, which Triton uses to identify compile-time constants."""
+        return f"{self.pixels} pixels, {STEP} outputs at a time in halves of {HALF}, {self.stages} stages"
+
+
+def pair_tile(storage: str, channels: int, expanded: int, following: int, entry: int) -> PairTile:
+    """The tile of two convolutions, with as many stages of weights as fit."""
+    tiles = [PairTile(storage, channels, expanded, following, entry, stages) for stages in range(PAIR_STAGES, 0, -1)]
+    return next(tile for tile in tiles if tile.shared_units <= DEEP_UNITS)
+
+
+def pair_refusals(third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None) -> tuple[str, ...]:
+    """Reasons why two layers cannot run as one, for outputs of `size` (images, height, width); empty if they can."""
+    reasons = []
+    if machine is not None and "wgmma" not in machine.arch.features:
+        reasons.append("the kernel for two convolutions is for sm_90")
+    for name, spec in (("first", third), ("second", following)):
+        if spec.kernel != (1, 1) or spec.stride != (1, 1) or spec.padding != (0, 0) or spec.groups > 1:
+            reasons.append(f"the {name} convolution is {spec}, supported: 1 x 1, stride 1, one group")
+        if not spec.relu:
+            reasons.append(f"the {name} convolution has no ReLU")
+    if third.channels not in PAIR_CHANNELS or third.outputs % 256 or following.outputs % 128:
+        reasons.append(
+            f"channels are {third.channels}, {third.outputs} and {following.outputs}, supported: {PAIR_CHANNELS}, multiples of "
+            "256 and of 128"
+        )
+    if following.channels != third.outputs or following.residual is not None or following.second is not None:
+        reasons.append("the second convolution reads what the first one writes, and adds nothing")
+    shortcut = third.second
+    added = third.residual if shortcut is None else shortcut.x
+    storages = {third.x, third.y, following.x, following.y, added}
+    if len(storages) > 1 or third.x not in ACTIVATIONS:
+        reasons.append(f"all activations have one storage of codes, got {', '.join(sorted(map(str, storages)))}")
+    if shortcut is not None:
+        square = shortcut.kernel == (1, 1) and shortcut.padding == (0, 0) and shortcut.stride[0] == shortcut.stride[1]
+        if (third.channels, shortcut.channels) != (PAIR_CHANNELS[0], PAIR_ENTRY) or not square:
+            reasons.append(
+                f"the shortcut is {shortcut.channels} channels, {shortcut.kernel} with stride {shortcut.stride}, supported: "
+                f"{PAIR_ENTRY} channels, 1 x 1, beside {PAIR_CHANNELS[0]} channels"
+            )
+    tiles = -(-size[0] * size[1] * size[2] // (64 * PairTile.multipliers))
+    if machine is not None and 4 * tiles < 3 * machine.sm_count:
+        reasons.append(f"{tiles} tiles leave more than a quarter of {machine.sm_count} SMs idle")
     return tuple(reasons)

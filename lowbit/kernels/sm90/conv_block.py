@@ -31,13 +31,11 @@ from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
 from lowbit.kernels.parts.strip_ring import StripRing
+from lowbit.kernels.parts.thread_codes import codes_of, columns, load_rows, scaled, store_rows, table
 from lowbit.kernels.parts.thread_product import (
     ThreadProduct,
     fence_registers,
-    load_words,
-    shared_floats,
     start,
-    store_words,
     thread_words,
     wait,
 )
@@ -214,45 +212,6 @@ class BlockConv(BlockTile, Warpgroups):
 
 
 @gluon.jit
-def columns(sums, group: gl.constexpr, row: gl.constexpr):
-    """Returns the 8 sums of a column group and row."""
-    found = ()
-    for i in gl.static_range(8):
-        found = found + (sums[16 * group + 4 * (i // 2) + 2 * row + i % 2],)
-    return found
-
-
-@gluon.jit
-def table(at, group: gl.constexpr):
-    """Loads the 8 constants of column group `group`, counted over all constants; pack/conv_layout.py stores them in this order
-    (`lane_constants`)."""
-    return shared_floats(at, 128 * group) + shared_floats(at, 128 * group + 64)
-
-
-@gluon.jit
-def scaled(sums, s, b):
-    """fma(float(sum), s, b)."""
-    found = ()
-    for i in gl.static_range(8):
-        found = found + (
-            gl.inline_asm_elementwise(
-                "cvt.rn.f32.s32 $0, $1; fma.rn.f32 $0, $0, $2, $3;", "=&f,r,f,f", (sums[i], s[i], b[i]), dtype=gl.float32,
-                is_pure=True, pack=1,
-            ),
-        )  # fmt: skip
-    return found
-
-
-@gluon.jit
-def codes_of(sums, s, b, residual, g, R: gl.constexpr):
-    """Requantizes 8 columns to words of codes by R, a `Requantize`."""
-    inputs = sums + s + b + residual
-    if R.residual_words > 0:
-        inputs = inputs + (g,)
-    return gl.inline_asm_elementwise(R.asm, R.constraints, inputs, dtype=thread_words(R.words), is_pure=True, pack=1)
-
-
-@gluon.jit
 def copy_strip(maps, exists, strip, parity, first_row, thread, C: gl.constexpr):
     """Starts the copies of a strip."""
     nought = thread * 0
@@ -393,19 +352,6 @@ def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, residual, sums, at, g
         words = (words[0] + upper[0:WORDS], words[1] + lower[0:WORDS])
         operand = operand + (upper[LOW], lower[LOW], upper[LOW + 1], lower[LOW + 1])
     return words, operand
-
-
-@gluon.jit
-def store_rows(at, words, exists, offset: gl.constexpr, count: gl.constexpr, row_bytes: gl.constexpr):
-    """Stores `count` words of each of a thread's two rows."""
-    store_words(at, words[0], exists[0], offset, count)
-    store_words(at, words[1], exists[1], offset + 8 * row_bytes, count)
-
-
-@gluon.jit
-def load_rows(at, exists, offset: gl.constexpr, count: gl.constexpr, row_bytes: gl.constexpr):
-    """Loads `count` words of each of a thread's two rows."""
-    return load_words(at, exists[0], offset, count), load_words(at, exists[1], offset + 8 * row_bytes, count)
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
 from lowbit.kernels.parts.strip_ring import StripRing
+from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, own_thread, own_warpgroup, registers_of
 from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand, row_map
 from lowbit.pack.conv_layout import PackedConv
@@ -87,9 +88,6 @@ UNIT_BYTES = gl.constexpr(UNIT)
 
 FIRST_WEIGHTS = gl.constexpr(2)
 """Number of k blocks whose weights are loaded before the previous kernel has finished."""
-
-LOADER_REGISTERS = gl.constexpr(32)
-"""Number of registers of a loader thread. Every thread starts with 128; math warps get those that the loader gives up."""
 
 
 @dataclass(frozen=True)
@@ -231,10 +229,6 @@ class DeepConv(WgmmaConv):
             f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [at+{start}]; }}"
         )
 
-    def registers_of(self, count: int) -> str:
-        """PTX that sets the registers per thread of the calling warpgroup, which are 128 at the start."""
-        return f"setmaxnreg.{'inc' if count > 128 else 'dec'}.sync.aligned.u32 {count};\nmov.b32 $0, 0;"
-
     @property
     def register_fence(self) -> str:
         return register_fence(self.strip.registers)
@@ -242,20 +236,6 @@ class DeepConv(WgmmaConv):
     @property
     def operands(self) -> tuple[gl.dtype, ...]:
         return (gl.int32,) * self.strip.registers
-
-
-@gluon.jit
-def own_number(asm: gl.constexpr):
-    """Returns the thread's index as a scalar, which Triton assumes to be equal in all threads."""
-    return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def following(stage, parity, count, by):
-    """Returns the index of the stage `by` (0 or 1) stages later in a ring of `count` stages, and its parity."""
-    stage += by
-    parity = gl.where(stage == count, parity ^ 1, parity)
-    return gl.where(stage == count, 0, stage), parity
 
 
 @gluon.jit
@@ -529,7 +509,7 @@ def deep_conv(
     w_ring = part(
         shared, C.w_unit, C.barrier_unit, gl.int8, [C.stages * C.planes, C.outputs, C.step_bytes], C.operand_tile
     )  # fmt: skip
-    thread = own_number("mov.u32 $0, %tid.x;")
+    thread = own_thread()
     if thread == C.threads - 128:  # while other threads initialise the barriers
         map_arrived(maps)
         if C.second is not None:
@@ -540,10 +520,10 @@ def deep_conv(
     across = gl.program_id(0) % tiles_across
     tiles = (gl.program_id(0) // tiles_across, gl.num_programs(0) // tiles_across, tiles_down)
     size = (out_height, out_width)
-    group = own_number("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff; }")
+    group = own_warpgroup()
     launch_next_kernel()
     if group == C.warpgroups - 1:
-        run(ptx(C.registers_of, LOADER_REGISTERS), "=r", [])
+        run(registers_of(LOADER_REGISTERS), "=r", [])
         one = Product(maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
         if thread == C.threads - 128:
             two = Product(
@@ -553,7 +533,7 @@ def deep_conv(
         if thread == C.threads - 96:
             copy_first(one, (s, b, s2), across, C)
     else:
-        run(ptx(C.registers_of, C.registers), "=r", [])
+        run(registers_of(C.registers), "=r", [])
         consume((y, g, row_units), pixels, across, tiles, steps, steps2, size, w_ring, C)
 
 

@@ -1,0 +1,512 @@
+"""The last convolution of a bottleneck block and the first one of the next block, both 1 x 1, in one kernel: sm_90a.
+
+Computes y = conv1x1(x) + residual (or + conv1x1(entry), a shortcut with a stride), z = conv1x1(y), requantized
+Reads   weights in one stream of 16 KB stages (pack/conv_pair.py), by bulk copies; constants once; pixels without any exchange:
+        K is in the order of memory, so a thread needs 16 of every 64 bytes of its two rows, and copies them to shared memory
+        of its own by cp.async. x, the residual and y pass no barrier
+Roles   one warp loads weights; 3 warpgroups of 64 pixels multiply, requantize and store. They share nothing but the weights
+y       128 outputs per iteration, in two halves: one is multiplied while the other is requantized. x stays in registers
+z       128 outputs per pass over y, which a thread loads again from where it stored it; y of the next k block is on its way
+        while one is multiplied
+Values  one register of each thread: every tensor here is [threads] (parts/thread_product.py)
+Grid    persistent. Exact: the same bits as both layers one after the other (formats/conv.py)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.conv import ConvSpec
+from lowbit.kernels.choose.conv import PairTile
+from lowbit.kernels.parts.conv_plan import ConvLauncher
+from lowbit.kernels.parts.conv_tile import UNIT_WORDS
+from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, run, source_digest
+from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
+from lowbit.kernels.parts.requantize import Requantize
+from lowbit.kernels.parts.thread_codes import codes_of, columns, scaled, store_rows, table
+from lowbit.kernels.parts.thread_product import ThreadProduct, fence_registers, load_words, start, thread_words, wait
+from lowbit.kernels.parts.tile import Warpgroups
+from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, own_thread, own_warpgroup, registers_of
+from lowbit.pack.conv_pair import HALF, STAGE_BYTES, STEP
+
+FIRST_WEIGHTS = gl.constexpr(2)
+"""Number of stages of weights that are loaded before the previous kernel has finished. More of them would delay x."""
+
+STAGE_UNITS = gl.constexpr(STAGE_BYTES // 16)
+"""Distance of stages in the unit of weight descriptors."""
+
+UPPER = gl.constexpr(-0x0F0F0F10)
+"""Mask of the upper half of each byte."""
+
+VECTOR_BYTES = gl.constexpr(64)
+"""Bytes of a row that its four threads copy, load or store at once."""
+
+
+@dataclass(frozen=True)
+class PairConv(PairTile, Warpgroups):
+    """The kernel's compile-time configuration: a tile and values derived from it."""
+
+    digest: str = source_digest()
+
+    @property
+    def warpgroups(self) -> int:
+        return self.multipliers + 1
+
+    @property
+    def math_threads(self) -> int:
+        return 128 * self.multipliers
+
+    @property
+    def registers(self) -> int:
+        """Number of registers of a math thread."""
+        return 128 + (128 - LOADER_REGISTERS.value) // self.multipliers
+
+    @property
+    def ring(self) -> StageBarriers:
+        return StageBarriers(self.barriers_start, self.stages, 4 * self.multipliers)
+
+    @property
+    def constant_barrier(self) -> StageBarriers:
+        return StageBarriers(self.ring.end, 1, 4 * self.multipliers)
+
+    @property
+    def fill(self) -> str:
+        """PTX that waits until stage $2 has been read (parity $3), then fills it from address $4; $1 is 1."""
+        copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes " + f"[to], [$4], {STAGE_BYTES}, [bar];"
+        return self.ring.fill(STAGE_BYTES, STAGE_BYTES, 0, copy)
+
+    @property
+    def fill_constants(self) -> str:
+        """PTX that copies all constants from address $4, as `fill`."""
+        size = 4 * self.constants
+        copy = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$4], {size}, [bar];"
+        return self.constant_barrier.fill(size, size, self.constants_start, copy)
+
+    @property
+    def third(self) -> ThreadProduct:
+        """64 outputs of y."""
+        return ThreadProduct(HALF, STEP, self.bits == 4, 0)
+
+    @property
+    def next(self) -> ThreadProduct:
+        """128 outputs of z."""
+        return ThreadProduct(STEP, STEP, self.bits == 4, 0)
+
+    @property
+    def y_codes(self) -> Requantize:
+        return Requantize(self.storage, None if self.entry else self.storage, True)
+
+    @property
+    def z_codes(self) -> Requantize:
+        return Requantize(self.storage, None, True)
+
+    @property
+    def lane_place(self) -> str:
+        """PTX that returns in $0 the address of the constants for thread $1."""
+        return (
+            "{ .reg .b32 at; mov.u32 at, global_smem; and.b32 $0, $1, 3; mad.lo.u32 $0, $0, 16, at; "
+            f"add.u32 $0, $0, {self.constants_start}; }}"
+        )
+
+    @property
+    def private_place(self) -> str:
+        """PTX that returns in $0 the address of the first 16 bytes of thread $1's own shared memory."""
+        return f"{{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 $0, $1, 16, at; add.u32 $0, $0, {self.private_start}; }}"
+
+
+@gluon.constexpr_function
+def copy_asm(to, source):
+    """PTX that copies 16 bytes from address $2 + source to shared memory at $1 + to; zeros if $3 is 0."""
+    return (
+        "{ .reg .pred p; .reg .b32 size; setp.ne.s32 p, $3, 0; selp.b32 size, 16, 0, p; mov.b32 $0, 0;\n"
+        f"cp.async.cg.shared.global [$1+{to}], [$2+{source}], 16, size; }}"
+    )
+
+
+@gluon.jit
+def copy_row(to, at, exists, first: gl.constexpr, source: gl.constexpr, count: gl.constexpr, C: gl.constexpr):
+    """Starts the copies of `count` vectors of a row, from address `at` + `source` bytes, to the thread's own shared memory:
+    vectors from `first` on after address `to`."""
+    for i in gl.static_range(count):
+        run(copy_asm((first + i) * C.private_vector, source + VECTOR_BYTES * i), "=r,r,l,r", (to, at, exists))
+
+
+@gluon.jit
+def copied(at, first: gl.constexpr, count: gl.constexpr, C: gl.constexpr):
+    """Loads the words of `count` vectors from the thread's own shared memory."""
+    words = ()
+    for i in gl.static_range(count):
+        words = words + asm(
+            copied_asm((first + i) * C.private_vector), "=r,=r,=r,=r,r", (at,), thread_words(4)
+        )  # fmt: skip
+    return words
+
+
+@gluon.constexpr_function
+def copied_asm(offset):
+    """PTX that loads 16 bytes of shared memory at address $4 + offset."""
+    return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+
+
+@gluon.jit
+def commit_copies():
+    """Ends a group of copies of this thread."""
+    run("cp.async.commit_group;\n mov.b32 $0, 0;", "=r", [])
+
+
+@gluon.jit
+def wait_for_copies(later: gl.constexpr):
+    """Waits until all but the `later` youngest groups of copies of this thread are complete."""
+    run(wait_copies_asm(later), "=r", [])
+
+
+@gluon.constexpr_function
+def wait_copies_asm(later):
+    """PTX of `wait_for_copies`."""
+    return f"cp.async.wait_group {later};\n mov.b32 $0, 0;"
+
+
+@gluon.jit
+def operand_of(upper, lower, count: gl.constexpr, C: gl.constexpr):
+    """Returns operand A of `count` words of both rows. 4-bit codes become bytes of 16 times the code: of each word the even
+    channels, then the odd ones. The shift to the left is a multiplication, since the pipeline for logic is busy."""
+    registers = ()
+    if C.bits == 8:
+        for i in gl.static_range(count):
+            registers = registers + (upper[i], lower[i])
+    else:
+        for i in gl.static_range(count):
+            registers = registers + (
+                (upper[i] * 16) & UPPER, (lower[i] * 16) & UPPER, upper[i] & UPPER, lower[i] & UPPER,
+            )  # fmt: skip
+    return registers
+
+
+@gluon.jit
+def start_half(half: gl.constexpr, operand, bases, first: gl.constexpr, blocks: gl.constexpr, C: gl.constexpr):
+    """Starts the product of 64 outputs of y; its weights are stages `first` to `first` + `blocks` - 1 of the iteration."""
+    P: gl.constexpr = C.third
+    if blocks == 1:
+        return start((), operand, bases[first], half, 4, False, P)
+    else:
+        return start((), operand, bases[first + half], 0, 8, False, P)
+
+
+@gluon.jit
+def finish_half(half: gl.constexpr, later: gl.constexpr, first, second, residual, at, g, C: gl.constexpr):
+    """Requantizes 64 outputs of y while `later` products run; returns the words of both rows."""
+    R: gl.constexpr = C.y_codes
+    ALL: gl.constexpr = C.expanded // 32
+    THIRD: gl.constexpr = (2 * C.expanded + 2 * C.following) // 32
+    WORDS: gl.constexpr = C.group_words
+    if C.entry > 0:
+        both = wait(first + second, later, 64)
+        first = both[0:32]
+        second = both[32:]
+    else:
+        first = wait(first, later, 32)
+    words = ((), ())
+    for group in gl.static_range(2):
+        s = table(at, 2 * half + group)
+        b = table(at, ALL + 2 * half + group)
+        if C.entry > 0:
+            s2 = table(at, THIRD + 2 * half + group)
+            upper = codes_of(columns(second, group, 0), s2, scaled(columns(first, group, 0), s, b), (), g, R)
+            lower = codes_of(columns(second, group, 1), s2, scaled(columns(first, group, 1), s, b), (), g, R)
+        else:
+            codes = residual[0][(2 * half + group) * WORDS : (2 * half + group + 1) * WORDS]
+            upper = codes_of(columns(first, group, 0), s, b, codes, g, R)
+            codes = residual[1][(2 * half + group) * WORDS : (2 * half + group + 1) * WORDS]
+            lower = codes_of(columns(first, group, 1), s, b, codes, g, R)
+        words = (words[0] + upper, words[1] + lower)
+    return words
+
+
+@gluon.jit
+def store_step(at, words, exists, row_bytes: gl.constexpr, C: gl.constexpr):
+    """Stores the codes of 128 outputs of both rows."""
+    VECTORS: gl.constexpr = C.step_vectors
+    for i in gl.static_range(VECTORS):
+        store_rows(
+            at, (words[0][4 * i : 4 * i + 4], words[1][4 * i : 4 * i + 4]), exists, VECTOR_BYTES * i, 4, row_bytes
+        )  # fmt: skip
+
+
+@gluon.jit
+def wait_stages(stage, phase, base, nought, count: gl.constexpr, C: gl.constexpr):
+    """Waits for `count` stages of weights; returns their descriptors' bases, their indices and the next stage."""
+    bases = ()
+    stages = ()
+    for _i in gl.static_range(count):
+        run(C.ring.wait, "=r,r,r,r", [nought + stage, nought + phase, nought + 1])
+        bases = bases + (base + stage * STAGE_UNITS,)
+        stages = stages + (stage,)
+        stage, phase = following(stage, phase, C.stages, 1)
+    return bases, stages, stage, phase
+
+
+@gluon.jit
+def release_stages(stages, nought, thread, count: gl.constexpr, C: gl.constexpr):
+    """Marks stages of weights as read by this warp."""
+    for i in gl.static_range(count):
+        run(C.ring.give, "=r,r,r", [nought + stages[i], ((thread & 31) == 0).to(gl.int32)])
+
+
+@gluon.jit
+def copy_inputs(x, added, pixel, geometry, here, C: gl.constexpr):
+    """Starts the copies of what a tile needs at its beginning: x, and the residual of the first iteration (to the first of two
+    places) or the shortcut's input. `pixel` is the thread's first pixel."""
+    pixels, image, width, entry_image, entry_width, stride = geometry
+    X_WORDS: gl.constexpr = C.channels * C.bits // 32
+    first = (pixel < pixels).to(gl.int32)
+    second = (pixel + 8 < pixels).to(gl.int32)
+    lane = here[1]
+    source = x + (pixel * X_WORDS + lane * 4)
+    copy_row(here[0], source, first, C.x_vector, 0, C.x_vectors, C)
+    copy_row(here[0], source, second, C.x_vector + C.x_vectors, 32 * X_WORDS, C.x_vectors, C)
+    if C.entry > 0:
+        E_WORDS: gl.constexpr = C.entry * C.bits // 32
+        for row in gl.static_range(2):
+            own = pixel + 8 * row
+            inside = own % image
+            at = own // image * entry_image + inside // width * (stride * entry_width) + inside % width * stride
+            exists = first
+            if row == 1:
+                exists = second
+            source = added + (at * E_WORDS + lane * 4)
+            copy_row(here[0], source, exists, C.entry_vector + row * C.entry_vectors, 0, C.entry_vectors, C)
+    else:
+        copy_residual(added, pixel, 0, here, (first, second), thread_zero(pixel), C)
+
+
+@gluon.jit
+def thread_zero(like):
+    """Zeros [threads]."""
+    return like * 0
+
+
+@gluon.jit
+def copy_residual(added, pixel, iteration, here, exists, place, C: gl.constexpr):
+    """Starts the copies of the residual codes of 128 outputs. `place` is 0 or the bytes of one iteration."""
+    Y_WORDS: gl.constexpr = C.expanded * C.bits // 32
+    COUNT: gl.constexpr = C.step_vectors
+    source = added + (pixel * Y_WORDS + here[1] * 4 + iteration * 16 * COUNT)
+    copy_row(here[0] + place, source, exists[0], 0, 0, COUNT, C)
+    copy_row(here[0] + place, source, exists[1], COUNT, 32 * Y_WORDS, COUNT, C)
+
+
+@gluon.jit
+def loaded_step(at, exists, step: gl.constexpr, C: gl.constexpr):
+    """Loads the words of a k block of y that this thread has stored."""
+    COUNT: gl.constexpr = C.step_vectors
+    ROW_BYTES: gl.constexpr = C.expanded * C.bits // 8
+    upper = ()
+    lower = ()
+    for i in gl.static_range(COUNT):
+        upper = upper + load_words(at, exists[0], VECTOR_BYTES * (COUNT * step + i), 4)
+        lower = lower + load_words(at, exists[1], VECTOR_BYTES * (COUNT * step + i) + 8 * ROW_BYTES, 4)
+    return upper, lower
+
+
+@gluon.jit
+def next_pass(y, z, exists, ring, at, turn, thread, C: gl.constexpr):
+    """Computes 128 outputs of z and stores them; returns the next stage. Words of y are loaded two k blocks ahead."""
+    N: gl.constexpr = C.next
+    R: gl.constexpr = C.z_codes
+    BLOCKS: gl.constexpr = C.expanded // 128
+    FIRST: gl.constexpr = 2 * C.expanded // 32
+    ALL: gl.constexpr = C.following // 32
+    WORDS: gl.constexpr = 4 * C.step_vectors
+    ROW_BYTES: gl.constexpr = C.following * C.bits // 8
+    HELD: gl.constexpr = 16
+    stage, phase, base = ring
+    nought = thread * 0
+    loads = (loaded_step(y, exists, 0, C), loaded_step(y, exists, 1, C))
+    sums = ()
+    held = ()
+    before = ()
+    for block in gl.static_range(BLOCKS):
+        upper, lower = loads[block]
+        registers = operand_of(upper, lower, WORDS, C)
+        if block + 2 < BLOCKS:
+            loads = loads + (loaded_step(y, exists, block + 2, C),)
+        bases, stages, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
+        sums = start(sums, registers, bases[0], 0, 4, block > 0, N)
+        if block > 0:
+            sums = wait(sums, 1, 64)
+            fence_registers(held, turn, HELD)
+            release_stages(before, nought, thread, 1, C)
+        held = registers
+        before = stages
+    sums = wait(sums, 0, 64)
+    fence_registers(held, turn, HELD)
+    release_stages(before, nought, thread, 1, C)
+    words = ((), ())
+    for group in gl.static_range(4):
+        s = table(at, FIRST + group)
+        b = table(at, FIRST + ALL + group)
+        upper = codes_of(columns(sums, group, 0), s, b, (), 0.0, R)
+        words = (words[0] + upper, words[1] + codes_of(columns(sums, group, 1), s, b, (), 0.0, R))
+    store_step(z, words, exists, ROW_BYTES, C)
+    return stage, phase
+
+
+@gluon.jit
+def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
+    """The math warpgroups."""
+    Y_WORDS: gl.constexpr = C.expanded * C.bits // 32
+    Z_WORDS: gl.constexpr = C.following * C.bits // 32
+    STEPS: gl.constexpr = C.expanded // 128
+    PASSES: gl.constexpr = C.following // 128
+    X_BLOCKS: gl.constexpr = C.channels // 128
+    ENTRY_BLOCKS: gl.constexpr = C.entry // 128
+    ITERATION: gl.constexpr = X_BLOCKS + ENTRY_BLOCKS
+    PLACE: gl.constexpr = C.residual_bytes
+    VECTORS: gl.constexpr = C.step_vectors
+    PIXELS: gl.constexpr = C.pixels
+    pixels = geometry[0]
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    nought = thread * 0
+    own = (thread >> 5) * 16 + (thread >> 2) % 8  # the first of the two pixels of a tile whose sums this thread has
+    here = (asm(C.private_place, "=r,r", (thread,), gl.int32), thread & 3)
+    constants = asm(C.lane_place, "=&r,r", (thread,), gl.int32)
+    base = asm(C.third.base, "=&r,r", (thread,), gl.int32)
+    factor = gl.full([C.threads], g, gl.float32, C.threads_layout)
+    first_tile = gl.program_id(0)
+    stride = gl.num_programs(0)
+    wait_for_previous_kernel()
+    copy_inputs(x, added, first_tile * PIXELS + own, geometry, here, C)
+    commit_copies()
+    run(C.constant_barrier.wait, "=r,r,r,r", [nought, nought, nought + 1])
+    stage = tiles * 0
+    phase = tiles * 0
+    turn = nought
+    place = nought
+    for tile in range(first_tile, tiles, stride):
+        turn = asm("add.s32 $0, $1, 1;", "=r,r", (turn,), gl.int32)
+        now = asm("mov.b32 $0, $1;", "=r,r", (nought + tile,), gl.int32)
+        pixel = now * PIXELS + own
+        exists = ((pixel < pixels).to(gl.int32), (pixel + 8 < pixels).to(gl.int32))
+        wait_for_copies(0)
+        upper = copied(here[0], C.x_vector, C.x_vectors, C)
+        lower = copied(here[0], C.x_vector + C.x_vectors, C.x_vectors, C)
+        operand = operand_of(upper, lower, 4 * C.x_vectors, C)
+        entry = ()
+        if C.entry > 0:
+            upper = copied(here[0], C.entry_vector, C.entry_vectors, C)
+            lower = copied(here[0], C.entry_vector + C.entry_vectors, C.entry_vectors, C)
+            entry = operand_of(upper, lower, 4 * C.entry_vectors, C)
+        y_row = y + (pixel * Y_WORDS + here[1] * 4)
+        for step in range(STEPS):
+            at = constants + step * 512
+            bases, stages, stage, phase = wait_stages(stage, phase, base, nought, ITERATION, C)
+            residual = ((), ())
+            words = ((), ())
+            if C.entry > 0:
+                for half in gl.static_range(2):
+                    first = start_half(half, operand, bases, 0, X_BLOCKS, C)
+                    second = start_half(half, entry, bases, X_BLOCKS, ENTRY_BLOCKS, C)
+                    if half == 1 and step + 1 == STEPS:
+                        copy_inputs(x, added, pixel + stride * PIXELS, geometry, here, C)
+                    found = finish_half(half, 0, first, second, residual, at, factor, C)
+                    words = (words[0] + found[0], words[1] + found[1])
+            else:
+                first = start_half(0, operand, bases, 0, X_BLOCKS, C)
+                second = start_half(1, operand, bases, 0, X_BLOCKS, C)
+                other = PLACE - place
+                if step + 1 < STEPS:
+                    copy_residual(added, pixel, step + 1, here, exists, other, C)
+                else:
+                    copy_inputs(x, added, pixel + stride * PIXELS, geometry, here, C)
+                commit_copies()
+                wait_for_copies(1)
+                upper = copied(here[0] + place, 0, VECTORS, C)
+                residual = (upper, copied(here[0] + place, VECTORS, VECTORS, C))
+                place = other
+                words = finish_half(0, 1, first, (), residual, at, factor, C)
+                found = finish_half(1, 0, second, (), residual, at, factor, C)
+                words = (words[0] + found[0], words[1] + found[1])
+            release_stages(stages, nought, thread, ITERATION, C)
+            store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
+        fence_registers(operand, turn, 16 * X_BLOCKS)
+        if C.entry > 0:
+            fence_registers(entry, turn, 16 * ENTRY_BLOCKS)
+            commit_copies()
+        for part in range(PASSES):
+            z_row = z + (pixel * Z_WORDS + here[1] * 4 + part * 16 * VECTORS)
+            stage, phase = next_pass(y_row, z_row, exists, (stage, phase, base), constants + part * 512, turn, thread, C)
+
+
+@gluon.jit
+def produce(weight, tiles, C: gl.constexpr):
+    """The loader thread: all weights, once for each tile."""
+    STAGES: gl.constexpr = C.weight_stages
+    zero = tiles * 0
+    one = zero + 1
+    run(C.fill_constants, "=r,r,r,r,l", [one, zero, one, weight + STAGES * C.stage_bytes])
+    stage = zero
+    parity = one
+    number = zero
+    first = gl.program_id(0)
+    own_tiles = (tiles - first + gl.num_programs(0) - 1) // gl.num_programs(0)
+    for i in range(own_tiles * STAGES):
+        if i == FIRST_WEIGHTS:
+            wait_for_previous_kernel()
+        run(C.fill, "=r,r,r,r,l", [one, stage, parity, weight + number * C.stage_bytes])
+        stage, parity = following(stage, parity, C.stages, 1)
+        number = gl.where(number + 1 == STAGES, 0, number + 1)
+
+
+@gluon.jit(do_not_specialize=["pixels", "tiles", "image", "width", "entry_image", "entry_width", "stride"])
+def pair_conv(
+    y, z, x, added, g, pixels, tiles, image, width, entry_image, entry_width, stride, weight, C: gl.constexpr
+):  # fmt: skip
+    """The kernel. `added`: codes of the residual or, with a shortcut, its input, whose images have `entry_image` pixels, in
+    rows of `entry_width`. `image`: number of pixels of an image of y. `weight`: all weights and constants."""
+    shared = gl.allocate_shared_memory(
+        gl.int32, [C.shared_units, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )  # fmt: skip
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    # Triton does not allocate memory that only PTX uses.
+    shared.index(C.shared_units - 1).store(gl.full([UNIT_WORDS], 0, gl.int32, gl.BlockedLayout([1], [32], [C.warps], [0])))
+    barrier()
+    own = gl.where(thread < C.math_threads, thread, 1)  # the first thread of each math warp initialises
+    run(C.ring.init, "=r,r", [own])
+    run(C.constant_barrier.init, "=r,r", [own])
+    fence_async_shared()
+    barrier()
+    group = own_warpgroup()
+    launch_next_kernel()
+    if group == C.warpgroups - 1:
+        run(registers_of(LOADER_REGISTERS), "=r", [])
+        if own_thread() == C.math_threads:
+            produce(weight, tiles, C)
+    else:
+        run(registers_of(C.registers), "=r", [])
+        consume(y, z, x, added, g, (pixels, image, width, entry_image, entry_width, stride), tiles, C)
+
+
+class PreparedPair:
+    """Two convolutions prepared for the kernel. `packed` is the result of pack/conv_pair.py, `g` the residual's factor."""
+
+    def __init__(self, third: ConvSpec, tile: PairTile, packed: Tensor, g: float, sm_count: int) -> None:
+        self.third, self.packed, self.g, self.sm_count = third, packed, g, sm_count
+        self.config = PairConv(**vars(tile))
+        self.launch = ConvLauncher(pair_conv, maxnreg=128, launch_pdl=True)
+
+    def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Computes (y, z) of packed x [N, H, W, bytes]; `added` is the residual, or the input of the shortcut."""
+        n, height, width, _ = x.shape
+        pixels, config = n * height * width, self.config
+        tiles = -(-pixels // config.pixels)
+        stride = 1 if self.third.second is None else self.third.second.stride[0]
+        y, z, codes, read = (tensor.view(-1).view(torch.int32) for tensor in (*out, added, x))
+        self.launch(
+            0, (min(tiles, self.sm_count), 1, 1), config.warps, y, z, read, codes, self.g, pixels, tiles, height * width, width,
+            added.shape[1] * added.shape[2], added.shape[2], stride, self.packed, config,
+        )  # fmt: skip
+        return out

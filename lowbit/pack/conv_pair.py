@@ -1,0 +1,108 @@
+"""Weights and constants of two 1 x 1 convolutions for one kernel, the second of which reads the output of the first.
+
+Weights are stages of 16 KB in the order in which the kernel reads them, so one pointer walks through all of them. The
+first convolution is computed 128 outputs at a time, in two halves; the second one 128 outputs at a time, over all of its K.
+Threads load operand A from packed pixels, 16 bytes at a time, so K is in the order of these bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.conv import CODES, U4_STEPS, ConvLayer
+from lowbit.pack.conv_block import loaded_order
+from lowbit.pack.conv_layout import Shape, column_order, lane_constants
+from lowbit.pack.conv_weight import swizzled
+
+STEP = 128
+"""Number of channels in a k block, and number of outputs that are computed in one iteration."""
+
+HALF = 64
+"""Number of outputs of a product of the first convolution; two of them are in flight."""
+
+STAGE_BYTES = STEP * STEP
+"""Bytes of a stage of weights: 128 outputs of one k block, or 64 of two."""
+
+
+def block_order(x: str, channels: int) -> tuple[int, ...]:
+    """Returns, for each index along K, which of `channels` channels (a multiple of 128) it is, if each of a row's four threads
+    loads 16 bytes of every 64 bytes of the row."""
+    span = HALF * 8 // CODES[x].bits
+    return tuple(first + channel for first in range(0, channels, span) for channel in loaded_order(x, span))
+
+
+@dataclass(frozen=True)
+class PairLayout:
+    """All weights and constants of two convolutions, int8: stages, then constants.
+
+    `storage` is the storage of all activations; the first convolution has `channels` inputs and `expanded` outputs and, if
+    `entry` is not 0, a shortcut of `entry` channels; the second one has `following` outputs.
+    """
+
+    storage: str
+    channels: int
+    expanded: int
+    following: int
+    entry: int = 0
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes [O, C, R, S] of the weights: the first convolution, its shortcut if there is one, the second one."""
+        shortcut: list[Shape] = [(self.expanded, self.entry, 1, 1)] if self.entry else []
+        return ((self.expanded, self.channels, 1, 1), *shortcut, (self.following, self.expanded, 1, 1))
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of weights."""
+        return sum(shape[0] * shape[1] for shape in self.shapes) // STAGE_BYTES
+
+    @property
+    def constants(self) -> int:
+        """Number of float32 constants: s and b of the first convolution, of the second one, then the shortcut's s."""
+        return (2 + (self.entry > 0)) * self.expanded + 2 * self.following
+
+    def arrange(self, weights: tuple[Tensor, ...]) -> Tensor:
+        """Returns the elements of the weights, of any type, in stages [stages, bytes]."""
+        *firsts, last = weights
+        halves = [self._halves(weight) for weight in firsts]
+        stages = [half.reshape(self.expanded // STEP, -1, STAGE_BYTES) for half in halves]
+        rows = torch.tensor(column_order(self.storage, self.following), device=last.device)
+        places = torch.tensor(block_order(self.storage, self.expanded), device=last.device)
+        matrix = last[:, :, 0, 0][rows][:, places].reshape(-1, STEP, self.expanded // STEP, STEP).transpose(1, 2)
+        return torch.cat(
+            [torch.cat(stages, 1).reshape(-1, STAGE_BYTES), swizzled(matrix.contiguous()).reshape(-1, STAGE_BYTES)]
+        )
+
+    def pack_layers(self, third: ConvLayer, following: ConvLayer) -> Tensor:
+        """Returns the int8 bytes of two layers; the first one includes the shortcut. Raises ValueError for other shapes."""
+        shortcut = () if third.second is None else (third.second.weight,)
+        weights = (third.weight, *shortcut, following.weight)
+        found = tuple(tuple(weight.shape) for weight in weights)
+        if found != self.shapes:
+            raise ValueError(f"the weights of a pair are {list(self.shapes)}, got {list(found)}")
+        steps = U4_STEPS if self.storage == "u4" else 1.0  # factor of codes in registers: u4 codes are the upper half of a byte
+        constants = [(values, self.expanded) for values in (third.s / steps, third.b)]
+        constants += [(values, self.following) for values in (following.s / steps, following.b)]
+        if third.second is not None:
+            constants.append((third.second.s / steps, self.expanded))
+        packed = [lane_constants(values, self.storage, outputs).view(torch.int8) for values, outputs in constants]
+        return torch.cat([self.arrange(weights).reshape(-1), *packed])
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """Returns the weights [O, C, 1, 1]; the inverse of `pack_layers`, without the constants."""
+        sizes = [torch.Size(shape).numel() for shape in self.shapes]
+        numbers = torch.arange(sum(sizes), device=packed.device).split(sizes)
+        places = self.arrange(tuple(part.reshape(shape) for part, shape in zip(numbers, self.shapes, strict=True))).flatten()
+        found = torch.empty_like(packed[: sum(sizes)])
+        found[places] = packed[: sum(sizes)]
+        return tuple(part.reshape(shape) for part, shape in zip(found.split(sizes), self.shapes, strict=True))
+
+    def _halves(self, weight: Tensor) -> Tensor:
+        """Returns tiles [expanded / 64, k blocks, 64, 128] of one product of the first convolution."""
+        rows = torch.tensor(column_order(self.storage, self.expanded), device=weight.device)
+        places = torch.tensor(block_order(self.storage, weight.shape[1]), device=weight.device)
+        matrix = weight[:, :, 0, 0][rows][:, places]
+        return swizzled(matrix.reshape(self.expanded // HALF, HALF, -1, STEP).transpose(1, 2).contiguous())
