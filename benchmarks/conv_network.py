@@ -8,6 +8,7 @@ A fusion's name stands for it and all earlier ones:
     shortcut  the convolution of the shortcut computed inside the one it is added to
     stem      the max-pool computed inside the first convolution
     blocks    in stage 1, one kernel for the second and third convolution of a block and the first one of the next block
+    pairs     in stages 2 and 3, one kernel for the third convolution of a block and the first one of the next block
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lowbit.formats.conv import ACTIVATIONS, ConvLayer
 from lowbit.pack.stem import PIXEL_BYTES
 from lowbit.vision.bits import assign_bits, calibrate
 from lowbit.vision.device import DeviceProgram
-from lowbit.vision.fusion import KERNEL_FUSIONS
+from lowbit.vision.fusion import KERNEL_FUSIONS, UNMEASURED_FUSIONS
 from lowbit.vision.graph import Graph
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.memory import stems
@@ -33,6 +34,7 @@ from lowbit.vision.program import (
     AverageCodes,
     Convolve,
     FusedBottleneck,
+    FusedPair,
     Operation,
     PoolAverage,
     PoolMax,
@@ -44,7 +46,7 @@ from lowbit.vision.program import (
 from lowbit.vision.trace import FUSIONS as GRAPH_FUSIONS
 from lowbit.vision.trace import fuse, unfused
 
-FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
+FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS, *UNMEASURED_FUSIONS)
 
 SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
 """Scheme by storage of activations. Weights keep 8 bits: 4-bit weights would not be faster, as weights are 0.1 % of the bytes
@@ -89,10 +91,10 @@ class KernelWork:
 class Network:
     """ResNet-50 with `storage` activations at a batch size, on the current GPU, with random images."""
 
-    def __init__(self, storage: str, batch: int, fusion: str = FUSIONS[-1]) -> None:
+    def __init__(self, storage: str, batch: int, fusion: str = KERNEL_FUSIONS[-1]) -> None:
         self.program = program_of(storage, fusion)
         self.launched = DeviceProgram(
-            self.program, batch, torch.device("cuda"), [name for name in up_to(fusion) if name in KERNEL_FUSIONS]
+            self.program, batch, torch.device("cuda"), [name for name in up_to(fusion) if name not in GRAPH_FUSIONS]
         )
         self.images = torch.randn(batch, 3, IMAGE, IMAGE, device="cuda")
         self.launched.feed(self.images)
@@ -125,6 +127,9 @@ def labels(program: Program) -> dict[str, str]:
             case FusedBottleneck():
                 found[op.also] = op.third.layer.name
                 found[op.y] = f"{op.second.layer.name} to {op.following.layer.name}"
+            case FusedPair():
+                found[op.also] = op.third.layer.name
+                found[op.y] = f"{op.third.layer.name} and {op.following.layer.name}"
             case SumCodes():
                 found[op.y] = f"{found[op.x]} {'ReLU' if op.other is None else 'sum'}"
             case PoolMax():
@@ -141,8 +146,10 @@ def labels(program: Program) -> dict[str, str]:
 def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, float]:
     """Returns the bytes of inputs, weights and output, and the operations, of one operation for a batch."""
     moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *outputs_of(operation)))
-    if isinstance(operation, FusedBottleneck):
-        parts = [(conv, work_of(conv, program, batch)) for conv in (operation.second, operation.third, operation.following)]
+    if isinstance(operation, (FusedBottleneck, FusedPair)):
+        convs = (operation.third, operation.following)
+        convs = (operation.second, *convs) if isinstance(operation, FusedBottleneck) else convs
+        parts = [(conv, work_of(conv, program, batch)) for conv in convs]
         return moved + sum(_weights_of(conv) for conv, _ in parts), sum(work for _, (_, work) in parts)
     if not isinstance(operation, Convolve):
         return moved, 0.0

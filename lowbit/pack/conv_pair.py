@@ -1,7 +1,7 @@
 """Weights and constants of two 1 x 1 convolutions for one kernel, the second of which reads the output of the first.
 
 Weights are stages of 16 KB in the order in which the kernel reads them, so one pointer walks through all of them. The
-first convolution is computed 128 outputs at a time, in two halves; the second one 128 outputs at a time, over all of its K.
+first convolution is computed 128 outputs at a time, in chunks; the second one 128 outputs at a time, over all of its K.
 Threads load operand A from packed pixels, 16 bytes at a time, so K is in the order of these bytes.
 """
 
@@ -20,17 +20,18 @@ from lowbit.pack.conv_weight import swizzled
 STEP = 128
 """Number of channels in a k block, and number of outputs that are computed in one iteration."""
 
-HALF = 64
-"""Number of outputs of a product of the first convolution; two of them are in flight."""
+CHUNK, SHORTCUT_CHUNK = 64, 32
+"""Number of outputs of the first convolution that are one product, without and with a shortcut. Registers hold two chunks of
+sums without a shortcut, and one with it."""
 
 STAGE_BYTES = STEP * STEP
-"""Bytes of a stage of weights: 128 outputs of one k block, or 64 of two."""
+"""Bytes of a stage of weights: 128 outputs of one k block, or tiles of fewer outputs and more blocks."""
 
 
 def block_order(x: str, channels: int) -> tuple[int, ...]:
     """Returns, for each index along K, which of `channels` channels (a multiple of 128) it is, if each of a row's four threads
     loads 16 bytes of every 64 bytes of the row."""
-    span = HALF * 8 // CODES[x].bits
+    span = 64 * 8 // CODES[x].bits
     return tuple(first + channel for first in range(0, channels, span) for channel in loaded_order(x, span))
 
 
@@ -55,6 +56,11 @@ class PairLayout:
         return ((self.expanded, self.channels, 1, 1), *shortcut, (self.following, self.expanded, 1, 1))
 
     @property
+    def chunk(self) -> int:
+        """Number of outputs of the first convolution that are one product."""
+        return SHORTCUT_CHUNK if self.entry else CHUNK
+
+    @property
     def stages(self) -> int:
         """Number of stages of weights."""
         return sum(shape[0] * shape[1] for shape in self.shapes) // STAGE_BYTES
@@ -67,8 +73,7 @@ class PairLayout:
     def arrange(self, weights: tuple[Tensor, ...]) -> Tensor:
         """Returns the elements of the weights, of any type, in stages [stages, bytes]."""
         *firsts, last = weights
-        halves = [self._halves(weight) for weight in firsts]
-        stages = [half.reshape(self.expanded // STEP, -1, STAGE_BYTES) for half in halves]
+        stages = [self._chunks(weight).reshape(self.expanded // STEP, -1, STAGE_BYTES) for weight in firsts]
         rows = torch.tensor(column_order(self.storage, self.following), device=last.device)
         places = torch.tensor(block_order(self.storage, self.expanded), device=last.device)
         matrix = last[:, :, 0, 0][rows][:, places].reshape(-1, STEP, self.expanded // STEP, STEP).transpose(1, 2)
@@ -100,9 +105,9 @@ class PairLayout:
         found[places] = packed[: sum(sizes)]
         return tuple(part.reshape(shape) for part, shape in zip(found.split(sizes), self.shapes, strict=True))
 
-    def _halves(self, weight: Tensor) -> Tensor:
-        """Returns tiles [expanded / 64, k blocks, 64, 128] of one product of the first convolution."""
+    def _chunks(self, weight: Tensor) -> Tensor:
+        """Returns tiles [chunks, k blocks, chunk, 128] of one product of the first convolution."""
         rows = torch.tensor(column_order(self.storage, self.expanded), device=weight.device)
         places = torch.tensor(block_order(self.storage, weight.shape[1]), device=weight.device)
         matrix = weight[:, :, 0, 0][rows][:, places]
-        return swizzled(matrix.reshape(self.expanded // HALF, HALF, -1, STEP).transpose(1, 2).contiguous())
+        return swizzled(matrix.reshape(-1, self.chunk, weight.shape[1] // STEP, STEP).transpose(1, 2).contiguous())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
-from lowbit.kernels.choose.conv import ConvCandidate, block_tile, conv_candidates
+from lowbit.kernels.choose.conv import ConvCandidate, block_tile, conv_candidates, pair_tile
 from lowbit.pack.stem import StemImages
 from lowbit.vision.fusion import fused
 from lowbit.vision.lower import FLOAT
@@ -22,6 +22,7 @@ from lowbit.vision.program import (
     Convolve,
     Dequantize,
     FusedBottleneck,
+    FusedPair,
     GateCodes,
     MapCodes,
     Operation,
@@ -114,6 +115,12 @@ def _other(op: Operation, program: Program, machine: Machine | None) -> KernelRo
             tile = block_tile(layers[1].x, width, layers[2].spec.outputs, layers[1].second is not None)
             names = " + ".join(layer.name or layer.y for layer in layers)
             return KernelRow(names, "sm90/conv_block", tile.line, "three layers, codes stay in registers between them")
+        case FusedPair():
+            third, last = op.third.layer, op.following.layer
+            entry = 0 if third.second is None else third.second.weight.shape[1]
+            shape = pair_tile(third.x, third.channels, third.weight.shape[0], last.weight.shape[0], entry)
+            names = " + ".join(layer.name or layer.y for layer in (third, last))
+            return KernelRow(names, "sm90/conv_pair", shape.line, "two layers, a thread reads again what it has written")
         case Compute():
             return KernelRow(name, "torch", "", op.node.reason or "it only rearranges")
     if machine is None:

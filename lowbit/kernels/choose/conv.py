@@ -17,7 +17,7 @@ from lowbit.kernels.choose.depthwise import depthwise_refusals, depthwise_tile
 from lowbit.pack.conv_block import CHANNELS, CHUNK, EXPANDED
 from lowbit.pack.conv_fragment import MmaFragments, fragment_bits
 from lowbit.pack.conv_layout import ConvLayout
-from lowbit.pack.conv_pair import HALF, STAGE_BYTES, STEP, PairLayout
+from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout
 from lowbit.pack.conv_weight import WgmmaTiles, planes
 from lowbit.pack.depthwise import DepthwiseTaps
 from lowbit.pack.grouped import GroupedBlocks
@@ -543,6 +543,16 @@ class PairTile:
         return STAGE_BYTES
 
     @property
+    def chunk(self) -> int:
+        """Number of outputs of y that are one product."""
+        return self.layout.chunk
+
+    @property
+    def stage_tiles(self) -> int:
+        """Number of weight tiles of a chunk and 128 channels in a stage."""
+        return STAGE_BYTES // (self.chunk * STEP)
+
+    @property
     def group_words(self) -> int:
         """Number of words with the codes of 8 columns."""
         return self.bits // 4
@@ -601,7 +611,7 @@ class PairTile:
     @property
     def line(self) -> str:
         """Text for tables. Not `str`, which Triton uses to identify compile-time constants."""
-        return f"{self.pixels} pixels, {STEP} outputs at a time in halves of {HALF}, {self.stages} stages"
+        return f"{self.pixels} pixels, {self.chunk} outputs at a time, {self.stages} stages"
 
 
 def pair_tile(storage: str, channels: int, expanded: int, following: int, entry: int) -> PairTile:

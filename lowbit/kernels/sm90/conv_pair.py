@@ -5,7 +5,8 @@ Reads   weights in one stream of 16 KB stages (pack/conv_pair.py), by bulk copie
         K is in the order of memory, so a thread needs 16 of every 64 bytes of its two rows, and copies them to shared memory
         of its own by cp.async. x, the residual and y pass no barrier
 Roles   one warp loads weights; 3 warpgroups of 64 pixels multiply, requantize and store. They share nothing but the weights
-y       128 outputs per iteration, in two halves: one is multiplied while the other is requantized. x stays in registers
+y       128 outputs per iteration, in chunks of 64: one is multiplied while the other is requantized. With a shortcut, which
+        has two sums for each output, in chunks of 32, one at a time. x and the shortcut's input stay in registers
 z       128 outputs per pass over y, which a thread loads again from where it stored it; y of the next k block is on its way
         while one is multiplied
 Values  one register of each thread: every tensor here is [threads] (parts/thread_product.py)
@@ -31,7 +32,7 @@ from lowbit.kernels.parts.thread_codes import codes_of, columns, scaled, store_r
 from lowbit.kernels.parts.thread_product import ThreadProduct, fence_registers, load_words, start, thread_words, wait
 from lowbit.kernels.parts.tile import Warpgroups
 from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, own_thread, own_warpgroup, registers_of
-from lowbit.pack.conv_pair import HALF, STAGE_BYTES, STEP
+from lowbit.pack.conv_pair import STAGE_BYTES, STEP
 
 FIRST_WEIGHTS = gl.constexpr(2)
 """Number of stages of weights that are loaded before the previous kernel has finished. More of them would delay x."""
@@ -88,8 +89,8 @@ class PairConv(PairTile, Warpgroups):
 
     @property
     def third(self) -> ThreadProduct:
-        """64 outputs of y."""
-        return ThreadProduct(HALF, STEP, self.bits == 4, 0)
+        """A chunk of y."""
+        return ThreadProduct(self.chunk, STEP, self.bits == 4, 0)
 
     @property
     def next(self) -> ThreadProduct:
@@ -187,40 +188,47 @@ def operand_of(upper, lower, count: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def start_half(half: gl.constexpr, operand, bases, first: gl.constexpr, blocks: gl.constexpr, C: gl.constexpr):
-    """Starts the product of 64 outputs of y; its weights are stages `first` to `first` + `blocks` - 1 of the iteration."""
-    P: gl.constexpr = C.third
-    if blocks == 1:
-        return start((), operand, bases[first], half, 4, False, P)
-    else:
-        return start((), operand, bases[first + half], 0, 8, False, P)
+def copied_operand(at, first: gl.constexpr, count: gl.constexpr, C: gl.constexpr):
+    """Returns operand A of `count` vectors of both rows in the thread's own shared memory."""
+    return operand_of(copied(at, first, count, C), copied(at, first + count, count, C), 4 * count, C)
 
 
 @gluon.jit
-def finish_half(half: gl.constexpr, later: gl.constexpr, first, second, residual, at, g, C: gl.constexpr):
-    """Requantizes 64 outputs of y while `later` products run; returns the words of both rows."""
+def start_chunk(chunk: gl.constexpr, operand, bases, first: gl.constexpr, blocks: gl.constexpr, C: gl.constexpr):
+    """Starts a product of `blocks` k blocks for the outputs of a chunk of y. Its weights are in the iteration's stages from
+    `first` on, with those of earlier chunks before them."""
+    P: gl.constexpr = C.third
+    TILES: gl.constexpr = C.stage_tiles
+    return start((), operand, bases[first + chunk * blocks // TILES], chunk * blocks % TILES, 4 * blocks, False, P)
+
+
+@gluon.jit
+def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, first, second, residual, at, g, C: gl.constexpr):
+    """Requantizes a chunk of y while `later` products run; returns the words of both rows. `second`: sums of the shortcut."""
     R: gl.constexpr = C.y_codes
     ALL: gl.constexpr = C.expanded // 32
     THIRD: gl.constexpr = (2 * C.expanded + 2 * C.following) // 32
     WORDS: gl.constexpr = C.group_words
+    GROUPS: gl.constexpr = C.chunk // 32
+    SUMS: gl.constexpr = C.chunk // 2
     if C.entry > 0:
-        both = wait(first + second, later, 64)
-        first = both[0:32]
-        second = both[32:]
+        both = wait(first + second, later, 2 * SUMS)
+        first = both[0:SUMS]
+        second = both[SUMS:]
     else:
-        first = wait(first, later, 32)
+        first = wait(first, later, SUMS)
     words = ((), ())
-    for group in gl.static_range(2):
-        s = table(at, 2 * half + group)
-        b = table(at, ALL + 2 * half + group)
+    for group in gl.static_range(GROUPS):
+        s = table(at, GROUPS * chunk + group)
+        b = table(at, ALL + GROUPS * chunk + group)
         if C.entry > 0:
-            s2 = table(at, THIRD + 2 * half + group)
+            s2 = table(at, THIRD + GROUPS * chunk + group)
             upper = codes_of(columns(second, group, 0), s2, scaled(columns(first, group, 0), s, b), (), g, R)
             lower = codes_of(columns(second, group, 1), s2, scaled(columns(first, group, 1), s, b), (), g, R)
         else:
-            codes = residual[0][(2 * half + group) * WORDS : (2 * half + group + 1) * WORDS]
+            codes = residual[0][(GROUPS * chunk + group) * WORDS : (GROUPS * chunk + group + 1) * WORDS]
             upper = codes_of(columns(first, group, 0), s, b, codes, g, R)
-            codes = residual[1][(2 * half + group) * WORDS : (2 * half + group + 1) * WORDS]
+            codes = residual[1][(GROUPS * chunk + group) * WORDS : (GROUPS * chunk + group + 1) * WORDS]
             lower = codes_of(columns(first, group, 1), s, b, codes, g, R)
         words = (words[0] + upper, words[1] + lower)
     return words
@@ -365,6 +373,7 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
     X_BLOCKS: gl.constexpr = C.channels // 128
     ENTRY_BLOCKS: gl.constexpr = C.entry // 128
     ITERATION: gl.constexpr = X_BLOCKS + ENTRY_BLOCKS
+    CHUNKS: gl.constexpr = 128 // C.chunk
     PLACE: gl.constexpr = C.residual_bytes
     VECTORS: gl.constexpr = C.step_vectors
     PIXELS: gl.constexpr = C.pixels
@@ -392,14 +401,10 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
         pixel = now * PIXELS + own
         exists = ((pixel < pixels).to(gl.int32), (pixel + 8 < pixels).to(gl.int32))
         wait_for_copies(0)
-        upper = copied(here[0], C.x_vector, C.x_vectors, C)
-        lower = copied(here[0], C.x_vector + C.x_vectors, C.x_vectors, C)
-        operand = operand_of(upper, lower, 4 * C.x_vectors, C)
+        operand = copied_operand(here[0], C.x_vector, C.x_vectors, C)
         entry = ()
         if C.entry > 0:
-            upper = copied(here[0], C.entry_vector, C.entry_vectors, C)
-            lower = copied(here[0], C.entry_vector + C.entry_vectors, C.entry_vectors, C)
-            entry = operand_of(upper, lower, 4 * C.entry_vectors, C)
+            entry = copied_operand(here[0], C.entry_vector, C.entry_vectors, C)
         y_row = y + (pixel * Y_WORDS + here[1] * 4)
         for step in range(STEPS):
             at = constants + step * 512
@@ -407,16 +412,14 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
             residual = ((), ())
             words = ((), ())
             if C.entry > 0:
-                for half in gl.static_range(2):
-                    first = start_half(half, operand, bases, 0, X_BLOCKS, C)
-                    second = start_half(half, entry, bases, X_BLOCKS, ENTRY_BLOCKS, C)
-                    if half == 1 and step + 1 == STEPS:
-                        copy_inputs(x, added, pixel + stride * PIXELS, geometry, here, C)
-                    found = finish_half(half, 0, first, second, residual, at, factor, C)
+                for chunk in gl.static_range(CHUNKS):
+                    first = start_chunk(chunk, operand, bases, 0, X_BLOCKS, C)
+                    second = start_chunk(chunk, entry, bases, X_BLOCKS, ENTRY_BLOCKS, C)
+                    found = finish_chunk(chunk, 0, first, second, residual, at, factor, C)
                     words = (words[0] + found[0], words[1] + found[1])
             else:
-                first = start_half(0, operand, bases, 0, X_BLOCKS, C)
-                second = start_half(1, operand, bases, 0, X_BLOCKS, C)
+                first = start_chunk(0, operand, bases, 0, X_BLOCKS, C)
+                second = start_chunk(1, operand, bases, 0, X_BLOCKS, C)
                 other = PLACE - place
                 if step + 1 < STEPS:
                     copy_residual(added, pixel, step + 1, here, exists, other, C)
@@ -424,17 +427,17 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
                     copy_inputs(x, added, pixel + stride * PIXELS, geometry, here, C)
                 commit_copies()
                 wait_for_copies(1)
-                upper = copied(here[0] + place, 0, VECTORS, C)
-                residual = (upper, copied(here[0] + place, VECTORS, VECTORS, C))
+                residual = (copied(here[0] + place, 0, VECTORS, C), copied(here[0] + place, VECTORS, VECTORS, C))
                 place = other
-                words = finish_half(0, 1, first, (), residual, at, factor, C)
-                found = finish_half(1, 0, second, (), residual, at, factor, C)
+                words = finish_chunk(0, 1, first, (), residual, at, factor, C)
+                found = finish_chunk(1, 0, second, (), residual, at, factor, C)
                 words = (words[0] + found[0], words[1] + found[1])
             release_stages(stages, nought, thread, ITERATION, C)
             store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
         fence_registers(operand, turn, 16 * X_BLOCKS)
         if C.entry > 0:
             fence_registers(entry, turn, 16 * ENTRY_BLOCKS)
+            copy_inputs(x, added, pixel + stride * PIXELS, geometry, here, C)
             commit_copies()
         for part in range(PASSES):
             z_row = z + (pixel * Z_WORDS + here[1] * 4 + part * 16 * VECTORS)
