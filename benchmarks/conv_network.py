@@ -147,8 +147,8 @@ def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, 
     """Returns the bytes of inputs, weights and output, and the operations, of one operation for a batch."""
     moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *outputs_of(operation)))
     if isinstance(operation, (FusedBottleneck, FusedPair)):
-        convs = (operation.third, operation.following)
-        convs = (operation.second, *convs) if isinstance(operation, FusedBottleneck) else convs
+        convs = [operation.third, operation.following]
+        convs += [operation.second] if isinstance(operation, FusedBottleneck) else []
         parts = [(conv, work_of(conv, program, batch)) for conv in convs]
         return moved + sum(_weights_of(conv) for conv, _ in parts), sum(work for _, (_, work) in parts)
     if not isinstance(operation, Convolve):

@@ -30,7 +30,7 @@ from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.kernels.parts.thread_codes import codes_of, columns, scaled, store_rows, table
 from lowbit.kernels.parts.thread_product import ThreadProduct, fence_registers, load_words, start, thread_words, wait
-from lowbit.kernels.parts.tile import Warpgroups
+from lowbit.kernels.parts.tile import Warps
 from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, own_thread, own_warpgroup, registers_of
 from lowbit.pack.conv_pair import STAGE_BYTES, STEP
 
@@ -48,14 +48,14 @@ VECTOR_BYTES = gl.constexpr(64)
 
 
 @dataclass(frozen=True)
-class PairConv(PairTile, Warpgroups):
+class PairConv(PairTile, Warps):
     """The kernel's compile-time configuration: a tile and values derived from it."""
 
     digest: str = source_digest()
 
     @property
-    def warpgroups(self) -> int:
-        return self.multipliers + 1
+    def warps(self) -> int:
+        return 4 * (self.multipliers + 1)
 
     @property
     def math_threads(self) -> int:
@@ -484,7 +484,7 @@ def pair_conv(
     barrier()
     group = own_warpgroup()
     launch_next_kernel()
-    if group == C.warpgroups - 1:
+    if group == C.multipliers:
         run(registers_of(LOADER_REGISTERS), "=r", [])
         if own_thread() == C.math_threads:
             produce(weight, tiles, C)
