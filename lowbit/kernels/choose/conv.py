@@ -320,7 +320,8 @@ def window_tile(spec: ConvSpec, pixels: int) -> ConvTile:
     if o64 % 128:
         return ConvTile(2, 64, step_bytes, 4, 2) if four else ConvTile(1, 64, step_bytes, 3, 4)
     if spec.residual is not None:
-        return ConvTile(1, 128, min(step_bytes, 64), 3, 3) if four or pixel_bytes[0] <= 128 else ConvTile(2, 64, 128, 4, 2)
+        short = four or pixel_bytes[0] <= 128 or step_bytes < 128
+        return ConvTile(1, 128, min(step_bytes, 64), 3, 3) if short else ConvTile(2, 64, 128, 4, 2)
     if four:
         few = pixels * o64 < 600 * 128 * 128 or spec.kernel != (1, 1)
         return ConvTile(1, 128, step_bytes, 3, 3) if few or step_bytes == 32 else ConvTile(2, 128, step_bytes, 4, 2)

@@ -204,10 +204,9 @@ _TASK_US, _SLICE_US = 0.45, 0.004
 _BUSY_SMS = 7
 """A seventh of the SMs can use the whole memory bandwidth, as far as their instructions allow."""
 _IN_FLIGHT = 57344
-"""Bytes in flight per SM that are taken to saturate memory bandwidth in a model. A suspicion, not measured by itself: with 32
-KiB the down products of Mixtral-8x7B reach 51 to 57 % of it there (1 and 16 tokens), with 56 and 64 KiB those of gate and up 81
-and 86 %, but Qwen3-30B-A3B's with 32 KiB lose nothing (H200, 2026-11-28). The other constants are fitted to times with 32 KiB
-here, of products alone; the modelled times of the tiles chosen differ by at most 3 %."""
+"""Bytes in flight per SM that are taken to saturate memory bandwidth in a model. With 32 KiB the down product of Mixtral-8x7B
+took 103 us at 16 tokens, with the tile that 56 KiB choose 61 (H200, 2026-11-28). The other constants are fitted to times with
+32 KiB here, of products alone; the modelled times of the tiles chosen differ by at most 3 %."""
 _TAIL = 0.126
 """Share of a task's copies that the slowest block finishes after the others."""
 _DEVIATIONS = (-2.0, -1.2, -0.4, 0.4, 1.2, 2.0)

@@ -133,6 +133,23 @@ def test_what_no_kernel_takes_is_refused_with_all_reasons():
     assert choose_conv(conv(64, 64, 3, stride=9), (1, 99, 99), A100).kernel == "sm80/conv"
 
 
+@pytest.mark.parametrize("x", ["u4", "s8"])
+@pytest.mark.parametrize("second", [None, (192, 2)], ids=["", "shortcut"])
+def test_chosen_weights_have_a_layout_whatever_the_channels(x, second):
+    """EfficientNet-lite0 has 672 > 112 channels with a residual: 11 blocks of 64, no whole steps of 128 bytes."""
+    for channels in range(64, 1025, 64):
+        for outputs in (64, 112, 128, 192, 320, 704, 1000):
+            for kernel, residual, size in ((1, False, 14), (1, True, 14), (3, False, 7), (3, True, 56)):
+                if residual and second:
+                    continue
+                spec = conv(channels, outputs, kernel, x=x, residual=residual, second=second)
+                for row in conv_candidates(spec, (128, size, size), H200):
+                    if not row.reasons:
+                        assert row.layout.refusals((outputs, channels, kernel, kernel)) == (), (spec, row)
+                        if second:
+                            assert row.layout.of_second(spec.second).refusals((outputs, second[0], 1, 1)) == (), (spec, row)
+
+
 def test_stems():
     images = StemImages(3, 224, 224, (7, 7), (3, 3))
     spec = conv(3, 64, 7, 2, "s8", "u4")
