@@ -96,7 +96,8 @@ class DeepConv(WgmmaConv):
 
     A stage of x has `rows` rows: with `strips` the rows for all taps of a `kernel` x `kernel` window; else the rows for one
     tap, and `kernel` is 1. With `resident` weights are copied once per block; `stages` is then the number of k blocks of a
-    tile. `odd`: the first product has an odd number of k blocks.
+    tile. `odd`: the first product has an odd number of k blocks. `ordered`: warpgroups start the products of their tiles one
+    after the other, so that one requantizes while others multiply; their rings must hold all k blocks of a tile.
     """
 
     rows: int = 0
@@ -105,6 +106,7 @@ class DeepConv(WgmmaConv):
     x_stages: int = 2
     residual_stages: int = 0
     odd: bool = False
+    ordered: bool = False
 
     @property
     def multipliers(self) -> int:
@@ -230,6 +232,20 @@ class DeepConv(WgmmaConv):
         )
 
     @property
+    def take_turn(self) -> str:
+        """PTX that waits until the previous warpgroup has started its products, if $2 is not 0; $1 is the own warpgroup."""
+        return "{ .reg .pred p; .reg .b32 n; setp.ne.s32 p, $2, 0; add.u32 n, $1, 1; @p bar.sync n, 256; mov.b32 $0, 0; }"
+
+    @property
+    def pass_turn(self) -> str:
+        """PTX that lets the next warpgroup start its products; $1 is the own warpgroup."""
+        last = self.multipliers - 1
+        return (
+            f"{{ .reg .pred p; .reg .b32 n; setp.eq.u32 p, $1, {last}; add.u32 n, $1, 2; selp.b32 n, 1, n, p; "
+            "bar.arrive n, 256; mov.b32 $0, 0; }"
+        )
+
+    @property
     def register_fence(self) -> str:
         return register_fence(self.strip.registers)
 
@@ -329,9 +345,9 @@ def map_arrived(maps):
 
 
 @gluon.jit
-def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.constexpr):
+def begin_step(acc, adds, at, tap, w_ring, place, first, KERNEL: gl.constexpr, C: gl.constexpr):
     """Reads x of a k block, releases its stage and starts its products. Returns the sums, the registers to be fenced, and the
-    next stages."""
+    next stages. `first`: it is the first one of a tile."""
     x_stage, x_phase, w_stage, w_phase = at
     beside, down = tap
     row, column, height, width, own_row, thread = place
@@ -359,6 +375,8 @@ def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.co
         dtype=C.operands, is_pure=False, pack=1,
     )  # fmt: skip
     run(C.w_barriers.wait, "=r,r,r,r", [w_stage, w_phase, one])
+    if C.ordered:
+        run(C.take_turn, "=r,r,r", [own_warpgroup(), first.to(gl.int32)])
     acc = multiply_tap(acc, adds, w_ring, w_stage, registers, C)
     run(C.x_barriers.give, "=r,r,r", [nought + x_stage, ((thread & 31) == 0).to(gl.int32) * last])
     x_stage, x_phase = following(x_stage, x_phase, C.x_stages, last)
@@ -393,7 +411,7 @@ def multiply_tile(acc, at, w_ring, steps, place, KERNEL: gl.constexpr, C: gl.con
     if C.second is not None:
         for step in range(steps):
             here = at[2]
-            acc, held, at, tap = begin_step(acc, step > 0, at, tap, w_ring, place, KERNEL, C)
+            acc, held, at, tap = begin_step(acc, step > 0, at, tap, w_ring, place, step == 0, KERNEL, C)
             acc = wait_alone(acc, 0)
             end_step(held, here, steps > 0, thread, C)
     else:
@@ -401,20 +419,22 @@ def multiply_tile(acc, at, w_ring, steps, place, KERNEL: gl.constexpr, C: gl.con
         before = at[2]
         odd = ()
         if C.odd:
-            acc, odd, at, tap = begin_step(acc, steps < 0, at, tap, w_ring, place, KERNEL, C)
+            acc, odd, at, tap = begin_step(acc, steps < 0, at, tap, w_ring, place, steps > 0, KERNEL, C)
             acc = wait_alone(acc, C.planes)
         else:
             for _register in gl.static_range(REGISTERS):
                 odd = odd + (thread * 0,)
         for turn in range(steps // 2):
             here = at[2]
-            acc, even, at, tap = begin_step(acc, turn >= FIRST, at, tap, w_ring, place, KERNEL, C)
+            acc, even, at, tap = begin_step(acc, turn >= FIRST, at, tap, w_ring, place, turn < FIRST, KERNEL, C)
             acc = wait_alone(acc, C.planes)
             end_step(odd, before, turn >= FIRST, thread, C)
             before = at[2]
-            acc, odd, at, tap = begin_step(acc, steps > 0, at, tap, w_ring, place, KERNEL, C)
+            acc, odd, at, tap = begin_step(acc, steps > 0, at, tap, w_ring, place, steps < 0, KERNEL, C)
             acc = wait_alone(acc, C.planes)
             end_step(even, here, steps > 0, thread, C)
+        if C.ordered:
+            run(C.pass_turn, "=r,r", [own_warpgroup()])
         acc = wait_alone(acc, 0)
         end_step(odd, before, steps > 0, thread, C)
     return acc, at
@@ -458,6 +478,9 @@ def consume(out, pixels, across, tiles, steps, steps2, size, w_ring, C: gl.const
     r_phase = zero
     acc = gl.zeros((ROWS, OUTPUTS), gl.int32, SUMS)
     unit = across * C.units
+    if C.ordered:
+        if own_warpgroup() == C.multipliers - 1:  # the first warpgroup starts
+            run(C.pass_turn, "=r,r", [own_warpgroup()])
     for tile in range(first_tile, tiles_down, stride):
         first_pixel = tile * C.tile_pixels
         place = (own_row, own_row, height, width, own_row, thread)
@@ -576,12 +599,16 @@ class PreparedDeep(TiledConvPlan):
         return out
 
 
-def deep_config(spec: ConvSpec, tile: ConvTile, width: int) -> DeepConv:
-    """Returns the configuration for a layer, with a tile, for images of this width."""
+def deep_config(spec: ConvSpec, tile: ConvTile, width: int, ordered: bool = False) -> DeepConv:
+    """Returns the configuration for a layer, with a tile, for images of this width. With `ordered` warpgroups take turns where
+    their rings hold all of a tile."""
     memory = deep_stages(spec, tile, width)
+    steps = steps_of(spec, tile.step_bytes)
+    x_steps = steps // spec.taps if memory.strips else steps
+    fits = steps <= memory.stages and x_steps <= memory.x_stages
     return DeepConv(
         spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups + 1, tile.outputs, tile.step_bytes, memory.stages,
         None if spec.second is None else spec.second.x, memory.resident, rows=memory.rows, kernel=memory.kernel,
         strips=memory.strips, x_stages=memory.x_stages, residual_stages=memory.residual_stages,
-        odd=steps_of(spec, tile.step_bytes) % 2 == 1,
+        odd=steps % 2 == 1, ordered=ordered and fits and tile.warpgroups > 1 and spec.second is None,
     )  # fmt: skip
