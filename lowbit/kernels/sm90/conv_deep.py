@@ -246,6 +246,12 @@ class DeepConv(WgmmaConv):
         )
 
     @property
+    def first_turn(self) -> str:
+        """PTX that lets the first warpgroup start, in the last one; $1 is the own warpgroup."""
+        last = self.multipliers - 1
+        return f"{{ .reg .pred p; setp.eq.u32 p, $1, {last}; @p bar.arrive 1, 256; mov.b32 $0, 0; }}"
+
+    @property
     def register_fence(self) -> str:
         return register_fence(self.strip.registers)
 
@@ -479,8 +485,7 @@ def consume(out, pixels, across, tiles, steps, steps2, size, w_ring, C: gl.const
     acc = gl.zeros((ROWS, OUTPUTS), gl.int32, SUMS)
     unit = across * C.units
     if C.ordered:
-        if own_warpgroup() == C.multipliers - 1:  # the first warpgroup starts
-            run(C.pass_turn, "=r,r", [own_warpgroup()])
+        run(C.first_turn, "=r,r", [own_warpgroup()])
     for tile in range(first_tile, tiles_down, stride):
         first_pixel = tile * C.tile_pixels
         place = (own_row, own_row, height, width, own_row, thread)
