@@ -1,8 +1,10 @@
-"""Weights and constants of two 1 x 1 convolutions for one kernel, the second of which reads the output of the first.
+"""Weights and constants of two 1 x 1 convolutions for one kernel, the second of which reads the output of the first,
+and of a 3 x 3 convolution before them.
 
 Weights are stages of 16 KB in the order in which the kernel reads them, so one pointer walks through all of them. The
 first convolution is computed 128 outputs at a time, in chunks; the second one 128 outputs at a time, over all of its K.
-Threads load operand A from packed pixels, 16 bytes at a time, so K is in the order of these bytes.
+Threads load operand A of these from packed pixels, 16 bytes at a time, so K is in the order of these bytes. The 3 x 3
+convolution is computed 128 outputs at a time, over the taps of 128 channels, then over those of the next ones.
 """
 
 from __future__ import annotations
@@ -35,12 +37,19 @@ def block_order(x: str, channels: int) -> tuple[int, ...]:
     return tuple(first + channel for first in range(0, channels, span) for channel in loaded_order(x, span))
 
 
+def tap_order(x: str) -> tuple[int, ...]:
+    """Returns, for each index along K of a tap, which of 128 channels it is: of 4-bit codes first the low halves of bytes, then
+    the high halves."""
+    return tuple(range(STEP)) if x == "s8" else (*range(0, STEP, 2), *range(1, STEP, 2))
+
+
 @dataclass(frozen=True)
 class PairLayout:
     """All weights and constants of two convolutions, int8: stages, then constants.
 
     `storage` is the storage of all activations; the first convolution has `channels` inputs and `expanded` outputs and, if
     `entry` is not 0, a shortcut of `entry` channels; the second one has `following` outputs.
+    With `window` a 3 x 3 convolution of `channels` channels is before them.
     """
 
     storage: str
@@ -48,12 +57,15 @@ class PairLayout:
     expanded: int
     following: int
     entry: int = 0
+    window: bool = False
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shapes [O, C, R, S] of the weights: the first convolution, its shortcut if there is one, the second one."""
+        """The shapes [O, C, R, S] of the weights: the 3 x 3 convolution if there is one, the first convolution, its shortcut if
+        there is one, the second one."""
+        window: list[Shape] = [(self.channels, self.channels, 3, 3)] if self.window else []
         shortcut: list[Shape] = [(self.expanded, self.entry, 1, 1)] if self.entry else []
-        return ((self.expanded, self.channels, 1, 1), *shortcut, (self.following, self.expanded, 1, 1))
+        return (*window, (self.expanded, self.channels, 1, 1), *shortcut, (self.following, self.expanded, 1, 1))
 
     @property
     def chunk(self) -> int:
@@ -63,28 +75,29 @@ class PairLayout:
     @property
     def stages(self) -> int:
         """Number of stages of weights."""
-        return sum(shape[0] * shape[1] for shape in self.shapes) // STAGE_BYTES
+        return sum(torch.Size(shape).numel() for shape in self.shapes) // STAGE_BYTES
 
     @property
     def constants(self) -> int:
-        """Number of float32 constants: s and b of the first convolution, of the second one, then the shortcut's s."""
-        return (2 + (self.entry > 0)) * self.expanded + 2 * self.following
+        """Number of float32 constants: s and b of the first convolution, of the second one, then the shortcut's s, or s and b
+        of the 3 x 3 convolution."""
+        return (2 + (self.entry > 0)) * self.expanded + 2 * self.following + 2 * self.channels * self.window
 
     def arrange(self, weights: tuple[Tensor, ...]) -> Tensor:
         """Returns the elements of the weights, of any type, in stages [stages, bytes]."""
-        *firsts, last = weights
+        windows, firsts, last = weights[: self.window], weights[self.window : -1], weights[-1]
         stages = [self._chunks(weight).reshape(self.expanded // STEP, -1, STAGE_BYTES) for weight in firsts]
         rows = torch.tensor(column_order(self.storage, self.following), device=last.device)
         places = torch.tensor(block_order(self.storage, self.expanded), device=last.device)
         matrix = last[:, :, 0, 0][rows][:, places].reshape(-1, STEP, self.expanded // STEP, STEP).transpose(1, 2)
-        return torch.cat(
-            [torch.cat(stages, 1).reshape(-1, STAGE_BYTES), swizzled(matrix.contiguous()).reshape(-1, STAGE_BYTES)]
-        )
+        middle, end = torch.cat(stages, 1).reshape(-1, STAGE_BYTES), swizzled(matrix.contiguous()).reshape(-1, STAGE_BYTES)
+        return torch.cat([*(self._taps(weight) for weight in windows), middle, end])
 
-    def pack_layers(self, third: ConvLayer, following: ConvLayer) -> Tensor:
-        """Returns the int8 bytes of two layers; the first one includes the shortcut. Raises ValueError for other shapes."""
+    def pack_layers(self, third: ConvLayer, following: ConvLayer, window: ConvLayer | None = None) -> Tensor:
+        """Returns the int8 bytes of two layers, the first of which includes the shortcut, and of the 3 x 3 convolution.
+        Raises ValueError for other shapes."""
         shortcut = () if third.second is None else (third.second.weight,)
-        weights = (third.weight, *shortcut, following.weight)
+        weights = (*(() if window is None else (window.weight,)), third.weight, *shortcut, following.weight)
         found = tuple(tuple(weight.shape) for weight in weights)
         if found != self.shapes:
             raise ValueError(f"the weights of a pair are {list(self.shapes)}, got {list(found)}")
@@ -93,6 +106,8 @@ class PairLayout:
         constants += [(values, self.following) for values in (following.s / steps, following.b)]
         if third.second is not None:
             constants.append((third.second.s / steps, self.expanded))
+        if window is not None:
+            constants += [(values, self.channels) for values in (window.s / steps, window.b)]
         packed = [lane_constants(values, self.storage, outputs).view(torch.int8) for values, outputs in constants]
         return torch.cat([self.arrange(weights).reshape(-1), *packed])
 
@@ -111,3 +126,10 @@ class PairLayout:
         places = torch.tensor(block_order(self.storage, weight.shape[1]), device=weight.device)
         matrix = weight[:, :, 0, 0][rows][:, places]
         return swizzled(matrix.reshape(-1, self.chunk, weight.shape[1] // STEP, STEP).transpose(1, 2).contiguous())
+
+    def _taps(self, weight: Tensor) -> Tensor:
+        """Returns the stages of the 3 x 3 convolution, by tiles of 128 outputs, blocks of 128 channels, taps."""
+        rows = torch.tensor(column_order(self.storage, self.channels), device=weight.device)
+        order = torch.tensor(tap_order(self.storage), device=weight.device)
+        blocks = weight[rows].reshape(self.channels // STEP, STEP, self.channels // STEP, STEP, 9)[:, :, :, order]
+        return swizzled(blocks.permute(0, 2, 4, 1, 3).contiguous()).reshape(-1, STAGE_BYTES)

@@ -506,7 +506,8 @@ class PairTile:
     """A tile of sm90/conv_pair.py and its shared memory.
 
     All activations have the same storage. x has `channels` channels, y `expanded`, z `following`; the shortcut's input has
-    `entry` channels, 0 without a shortcut. There are `stages` stages of weights.
+    `entry` channels, 0 without a shortcut. With a 3 x 3 convolution before, x is its output, and a strip of its input has
+    `rows` rows, else 0. There are `stages` stages of weights.
     """
 
     storage: str
@@ -514,6 +515,7 @@ class PairTile:
     expanded: int
     following: int
     entry: int
+    rows: int
     stages: int
     multipliers = 3
     """Number of math warpgroups, of 64 pixels each."""
@@ -528,7 +530,7 @@ class PairTile:
 
     @property
     def layout(self) -> PairLayout:
-        return PairLayout(self.storage, self.channels, self.expanded, self.following, self.entry)
+        return PairLayout(self.storage, self.channels, self.expanded, self.following, self.entry, self.rows > 0)
 
     @property
     def weight_stages(self) -> int:
@@ -589,12 +591,25 @@ class PairTile:
 
     @property
     def entry_vector(self) -> int:
-        return self.x_vector + 2 * self.x_vectors
+        return self.x_vector + (0 if self.rows else 2 * self.x_vectors)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a strip: 128 channels of a pixel."""
+        return STEP * self.bits // 8
+
+    @property
+    def strip_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def strips_start(self) -> int:
+        """Byte offset in shared memory of the strips, after the weights."""
+        return self.stages * STAGE_BYTES
 
     @property
     def constants_start(self) -> int:
-        """Byte offset in shared memory of the constants, after the weights."""
-        return self.stages * STAGE_BYTES
+        return self.strips_start + STRIPS * self.strip_bytes
 
     @property
     def private_start(self) -> int:
@@ -615,9 +630,11 @@ class PairTile:
         return f"{self.pixels} pixels, {self.chunk} outputs at a time, {self.stages} stages"
 
 
-def pair_tile(storage: str, channels: int, expanded: int, following: int, entry: int) -> PairTile:
-    """The tile of two convolutions, with as many stages of weights as fit."""
-    tiles = [PairTile(storage, channels, expanded, following, entry, stages) for stages in range(PAIR_STAGES, 0, -1)]
+def pair_tile(storage: str, channels: int, expanded: int, following: int, entry: int, width: int = 0) -> PairTile:
+    """The tile of two convolutions, with as many stages of weights as fit. `width`: that of the images, if a 3 x 3 convolution
+    is before them, else 0."""
+    rows = strip_rows(64 * PairTile.multipliers, width, 3, STEP * CODES[storage].bits // 8) if width else 0
+    tiles = [PairTile(storage, channels, expanded, following, entry, rows, stages) for stages in range(PAIR_STAGES, 0, -1)]
     return next(tile for tile in tiles if tile.shared_units <= DEEP_UNITS)
 
 

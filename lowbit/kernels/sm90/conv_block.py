@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ConvSpec
-from lowbit.hardware.ptx import lut
 from lowbit.kernels.choose.conv import MOST_ROWS, STRIPS, UNIT, WARPGROUPS, BlockTile, block_tile
 from lowbit.kernels.parts.conv_inputs import map_arrived
 from lowbit.kernels.parts.conv_plan import ConvLauncher
@@ -30,7 +29,7 @@ from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, glu
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
-from lowbit.kernels.parts.strip_ring import StripRing
+from lowbit.kernels.parts.strip_ring import StripPlaces
 from lowbit.kernels.parts.thread_codes import codes_of, columns, load_rows, scaled, store_rows, table
 from lowbit.kernels.parts.thread_product import (
     ThreadProduct,
@@ -43,21 +42,14 @@ from lowbit.kernels.parts.tile import Warpgroups
 from lowbit.kernels.sm90.tensor_map import row_map
 from lowbit.pack.conv_block import CHANNELS
 
-# Taps of a window, read from a strip (parts/strip_ring.py) by address, as PTX: a few instructions per tap.
-#
-# A place is the shared-memory address of a row of the strip, plus 16 in the lanes that read the second 16 bytes of a row.
-# Strips are aligned to 1 KiB, so the swizzle of the row's 16-byte chunks can be computed from the address alone.
-
 ZERO_BYTES = 64
 """Bytes of a row of zeros, aligned to its size. It is as long as a row of a strip, so that swizzled addresses stay within
 it."""
 
-_TURN = lut(lambda turn, mask, place: (turn & mask) ^ place)
-
 
 @dataclass(frozen=True)
-class StripTaps(StripRing):
-    """A StripRing in which each strip is filled by `boxes` TMA copies."""
+class StripTaps(StripPlaces):
+    """StripPlaces in which each strip is filled by `boxes` TMA copies."""
 
     boxes: int = 1
     lane_place = "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 $0, $1, at; and.b32 at, $2, 3; mad.lo.u32 $0, at, 16, $0; }"
@@ -75,38 +67,6 @@ class StripTaps(StripRing):
         turn = f"add.u32 to, to, {rows * self.row_bytes}; add.s32 row, row, {rows};\n"
         copies = "{ .reg .b32 column, row; mov.u32 column, 0; mov.b32 row, $5;\n" + turn.join([copy] * self.boxes) + "}"
         return self.strips.fill(self.copied_bytes, self.strip_bytes, self.x_start, copies)
-
-    @property
-    def place(self) -> str:
-        """PTX that returns in $0 the place of row $1 of strip 0 for thread $2."""
-        return (
-            "{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 $0, $1, " + f"{self.row_bytes}, at; and.b32 at, $2, 16; "
-            f"add.u32 $0, $0, at; add.u32 $0, $0, {self.x_start}; }}"
-        )  # fmt: skip
-
-    @property
-    def tap(self) -> str:
-        """PTX that reads the row at place $n, where n = `loaded`, or the zeros at place $n + 1 if $n + 2 is 0.
-
-        Four registers are 32 bytes of K of operand A (ldmatrix.x4: rows 0 to 7, 8 to 15, then the next 16 bytes of both).
-        """
-        n = self.loaded
-        place, zeros, inside = (f"${n + i}" for i in range(3))
-        mask = 16 * (self.row_bytes // 16 - 1)
-        lines = [
-            f".reg .pred inside; .reg .b32 at, turn; setp.ne.s32 inside, {inside}, 0; shr.u32 turn, {place}, 3;",
-            f"lop3.b32 at, turn, {mask}, {place}, 0x{_TURN:02x}; selp.b32 at, at, {zeros}, inside;",
-        ]
-        for step in range(self.row_bytes // 32):
-            if step > 0:
-                lines.append(f"xor.b32 at, at, {32 * step};")
-            to = ", ".join(f"${4 * step + i}" for i in range(4))
-            lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{to}}}, [at];")
-        return "{\n" + "\n".join(lines) + "\n}"
-
-    @property
-    def tap_constraints(self) -> str:
-        return ",".join(["=&r"] * self.loaded + ["r"] * 3)
 
 
 UNIT_BYTES = gl.constexpr(UNIT)

@@ -1,10 +1,14 @@
-"""The last convolution of a bottleneck block and the first one of the next block, both 1 x 1, in one kernel: sm_90a.
+"""The last convolution of a bottleneck block and the first one of the next block, both 1 x 1, in one kernel, and the 3 x 3
+convolution before them, if it keeps the size: sm_90a.
 
-Computes y = conv1x1(x) + residual (or + conv1x1(entry), a shortcut with a stride), z = conv1x1(y), requantized
+Computes y = conv1x1(x) + residual (or + conv1x1(entry), a shortcut with a stride), z = conv1x1(y), requantized. With a 3 x 3
+        convolution x is its output, which is not stored
 Reads   weights in one stream of 16 KB stages (pack/conv_pair.py), by bulk copies; constants once; pixels without any exchange:
         K is in the order of memory, so a thread needs 16 of every 64 bytes of its two rows, and copies them to shared memory
         of its own by cp.async. x, the residual and y pass no barrier
-Roles   one warp loads weights; 3 warpgroups of 64 pixels multiply, requantize and store. They share nothing but the weights
+        For a 3 x 3 convolution, strips of its input by TMA (parts/strip_ring.py), 128 channels at a time
+Roles   one warp loads weights and strips; 3 warpgroups of 64 pixels multiply, requantize and store. They share weights only
+x       128 outputs of the 3 x 3 convolution at a time, over all of its K. A thread's codes are its operand A of y's product
 y       128 outputs per iteration, in chunks of 64: one is multiplied while the other is requantized. With a shortcut, which
         has two sums for each output, in chunks of 32, one at a time. x and the shortcut's input stay in registers
 z       128 outputs per pass over y, which a thread loads again from where it stored it; y of the next k block is on its way
@@ -15,23 +19,27 @@ Grid    persistent. Exact: the same bits as both layers one after the other (for
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ConvSpec
-from lowbit.kernels.choose.conv import PairTile
+from lowbit.kernels.choose.conv import STRIPS, PairTile
 from lowbit.kernels.parts.conv_plan import ConvLauncher
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS
 from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, run, source_digest
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
 from lowbit.kernels.parts.requantize import Requantize
+from lowbit.kernels.parts.strip_ring import StripPlaces
 from lowbit.kernels.parts.thread_codes import codes_of, columns, scaled, store_rows, table
 from lowbit.kernels.parts.thread_product import ThreadProduct, fence_registers, load_words, start, thread_words, wait
 from lowbit.kernels.parts.tile import Warps
 from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, own_thread, own_warpgroup, registers_of
+from lowbit.kernels.sm90.conv_deep import map_arrived
+from lowbit.kernels.sm90.tensor_map import row_map
 from lowbit.pack.conv_pair import STAGE_BYTES, STEP
 
 FIRST_WEIGHTS = gl.constexpr(2)
@@ -42,6 +50,9 @@ STAGE_UNITS = gl.constexpr(STAGE_BYTES // 16)
 
 UPPER = gl.constexpr(-0x0F0F0F10)
 """Mask of the upper half of each byte."""
+
+ZEROS = 512
+"""Byte offset of the row of zeros in the unit of shared memory with the barriers."""
 
 VECTOR_BYTES = gl.constexpr(64)
 """Bytes of a row that its four threads copy, load or store at once."""
@@ -73,6 +84,14 @@ class PairConv(PairTile, Warps):
     @property
     def constant_barrier(self) -> StageBarriers:
         return StageBarriers(self.ring.end, 1, 4 * self.multipliers)
+
+    @property
+    def strip(self) -> StripPlaces:
+        """Copies and reads of strips."""
+        strips = StageBarriers(self.constant_barrier.end, STRIPS, 4 * self.multipliers)
+        return StripPlaces(
+            strips, self.ring, self.barriers_start + ZEROS, self.strips_start, 0, self.rows, self.row_bytes, 0, self.bits
+        )  # fmt: skip
 
     @property
     def fill(self) -> str:
@@ -273,9 +292,10 @@ def copy_inputs(x, added, pixel, geometry, here, C: gl.constexpr):
     first = (pixel < pixels).to(gl.int32)
     second = (pixel + 8 < pixels).to(gl.int32)
     lane = here[1]
-    source = x + (pixel * X_WORDS + lane * 4)
-    copy_row(here[0], source, first, C.x_vector, 0, C.x_vectors, C)
-    copy_row(here[0], source, second, C.x_vector + C.x_vectors, 32 * X_WORDS, C.x_vectors, C)
+    if C.rows == 0:
+        source = x + (pixel * X_WORDS + lane * 4)
+        copy_row(here[0], source, first, C.x_vector, 0, C.x_vectors, C)
+        copy_row(here[0], source, second, C.x_vector + C.x_vectors, 32 * X_WORDS, C.x_vectors, C)
     if C.entry > 0:
         E_WORDS: gl.constexpr = C.entry * C.bits // 32
         for row in gl.static_range(2):
@@ -321,10 +341,124 @@ def loaded_step(at, exists, step: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def requantized_step(sums, at, first: gl.constexpr, all_groups: gl.constexpr, C: gl.constexpr):
+    """Requantizes 128 outputs; returns the words of both rows. Their constants s are from column group `first` on after `at`, b
+    are `all_groups` groups later."""
+    R: gl.constexpr = C.z_codes
+    words = ((), ())
+    for group in gl.static_range(4):
+        s = table(at, first + group)
+        b = table(at, first + all_groups + group)
+        upper = codes_of(columns(sums, group, 0), s, b, (), 0.0, R)
+        words = (words[0] + upper, words[1] + codes_of(columns(sums, group, 1), s, b, (), 0.0, R))
+    return words
+
+
+@gluon.jit
+def load_tap(tap: gl.constexpr, center, zeros, place, C: gl.constexpr):
+    """Loads the packed codes of a tap. `center`: the place of this thread's pixel in its strip; `place`: the pixel's row and
+    column, and the image's height and width."""
+    row, column, height, width = place
+    ROW_BYTES: gl.constexpr = C.row_bytes
+    inside = row >= 0
+    if tap // 3 == 0:
+        inside = inside & (row > 0)
+    if tap // 3 == 2:
+        inside = inside & (row + 1 < height)
+    if tap % 3 == 0:
+        inside = inside & (column > 0)
+    if tap % 3 == 2:
+        inside = inside & (column + 1 < width)
+    where = center + ((tap // 3 - 1) * ROW_BYTES * width + (tap % 3 - 1) * ROW_BYTES)
+    return asm(C.strip.tap, C.strip.tap_constraints, (where, zeros, inside.to(gl.int32)), thread_words(C.strip.loaded))
+
+
+@gluon.jit
+def tap_operand(words, C: gl.constexpr):
+    """Returns operand A of a tap's packed codes: of 4-bit codes the even channels, then the odd ones, as in `operand_of`."""
+    LOADED: gl.constexpr = C.strip.loaded
+    if C.bits == 8:
+        return words
+    else:
+        even = ()
+        odd = ()
+        for i in gl.static_range(LOADED):
+            even = even + ((words[i] * 16) & UPPER,)
+            odd = odd + (words[i] & UPPER,)
+        return even + odd
+
+
+@gluon.jit
+def window_step(center, zeros, place, ring, strips, last: gl.constexpr, at, turn, thread, C: gl.constexpr):
+    """Computes 128 outputs of the 3 x 3 convolution; returns the words of both rows and the next stage. `strips`: the stage and
+    phase of the first strip; if `last`, the strips are released."""
+    N: gl.constexpr = C.next
+    BLOCKS: gl.constexpr = C.channels // 128
+    FIRST: gl.constexpr = (2 * C.expanded + 2 * C.following) // 32
+    ALL: gl.constexpr = C.channels // 32
+    HELD: gl.constexpr = 16
+    stage, phase, base = ring
+    nought = thread * 0
+    sums = ()
+    for _i in gl.static_range(64):
+        sums = sums + (nought,)
+    for block in range(BLOCKS):
+        strip = (strips[0] + block) & 1
+        run(C.strip.strips.wait, "=r,r,r,r", [nought + strip, nought + strips[1], nought + 1])
+        own = center + strip * C.strip_bytes
+        words = load_tap(0, own, zeros, place, C)
+        held = ()
+        before = ()
+        for tap in gl.static_range(9):
+            registers = tap_operand(words, C)
+            if tap < 8:
+                words = load_tap(tap + 1, own, zeros, place, C)
+            bases, stages, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
+            sums = start(sums, registers, bases[0], 0, 4, True, N)
+            if tap > 0:
+                sums = wait(sums, 1, 64)
+                fence_registers(held, turn, HELD)
+                release_stages(before, nought, thread, 1, C)
+            held = registers
+            before = stages
+        if last:
+            run(C.strip.strips.give, "=r,r,r", [nought + strip, ((thread & 31) == 0).to(gl.int32)])
+        sums = wait(sums, 0, 64)
+        fence_registers(held, turn, HELD)
+        release_stages(before, nought, thread, 1, C)
+    return requantized_step(sums, at, FIRST, ALL, C), stage, phase
+
+
+@gluon.jit
+def window_operand(pixel, strips, ring, constants, geometry, turn, thread, C: gl.constexpr):
+    """Returns the codes of the 3 x 3 convolution as operand A, and the next stage. `pixel`: the thread's row of a strip as a
+    pixel, the one whose address it passes to ldmatrix."""
+    TILES: gl.constexpr = C.channels // 128
+    WORDS: gl.constexpr = 4 * C.x_vectors
+    stage, phase, base = ring
+    width = geometry[2]
+    height = geometry[1] // width
+    place = (pixel // width % height, pixel % width, height, width)
+    own_row = (thread >> 5) * 16 + (thread & 15)
+    center = asm(C.strip.place, "=&r,r,r", (own_row + width + 1, thread), gl.int32)
+    zeros = asm(
+        "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 $0, $1, at; }", "=r,r", (thread * 0 + C.strip.zeros,), gl.int32
+    )
+    upper = ()
+    lower = ()
+    for tile in gl.static_range(TILES):
+        words, stage, phase = window_step(
+            center, zeros, place, (stage, phase, base), strips, tile == TILES - 1, constants + tile * 512, turn, thread, C
+        )  # fmt: skip
+        upper = upper + words[0]
+        lower = lower + words[1]
+    return operand_of(upper, lower, WORDS, C), stage, phase
+
+
+@gluon.jit
 def next_pass(y, z, exists, ring, at, turn, thread, C: gl.constexpr):
     """Computes 128 outputs of z and stores them; returns the next stage. Words of y are loaded two k blocks ahead."""
     N: gl.constexpr = C.next
-    R: gl.constexpr = C.z_codes
     BLOCKS: gl.constexpr = C.expanded // 128
     FIRST: gl.constexpr = 2 * C.expanded // 32
     ALL: gl.constexpr = C.following // 32
@@ -353,13 +487,7 @@ def next_pass(y, z, exists, ring, at, turn, thread, C: gl.constexpr):
     sums = wait(sums, 0, 64)
     fence_registers(held, turn, HELD)
     release_stages(before, nought, thread, 1, C)
-    words = ((), ())
-    for group in gl.static_range(4):
-        s = table(at, FIRST + group)
-        b = table(at, FIRST + ALL + group)
-        upper = codes_of(columns(sums, group, 0), s, b, (), 0.0, R)
-        words = (words[0] + upper, words[1] + codes_of(columns(sums, group, 1), s, b, (), 0.0, R))
-    store_step(z, words, exists, ROW_BYTES, C)
+    store_step(z, requantized_step(sums, at, FIRST, ALL, C), exists, ROW_BYTES, C)
     return stage, phase
 
 
@@ -393,6 +521,8 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
     run(C.constant_barrier.wait, "=r,r,r,r", [nought, nought, nought + 1])
     stage = tiles * 0
     phase = tiles * 0
+    strip = tiles * 0
+    strip_phase = tiles * 0
     turn = nought
     place = nought
     for tile in range(first_tile, tiles, stride):
@@ -400,8 +530,18 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
         now = asm("mov.b32 $0, $1;", "=r,r", (nought + tile,), gl.int32)
         pixel = now * PIXELS + own
         exists = ((pixel < pixels).to(gl.int32), (pixel + 8 < pixels).to(gl.int32))
-        wait_for_copies(0)
-        operand = copied_operand(here[0], C.x_vector, C.x_vectors, C)
+        if C.rows == 0:
+            wait_for_copies(0)
+        operand = ()
+        if C.rows > 0:
+            row = now * PIXELS + (thread >> 5) * 16 + (thread & 15)
+            operand, stage, phase = window_operand(
+                row, (strip, strip_phase), (stage, phase, base), constants, geometry, turn, thread, C
+            )  # fmt: skip
+            for _block in gl.static_range(X_BLOCKS):
+                strip, strip_phase = following(strip, strip_phase, 2, 1)
+        else:
+            operand = copied_operand(here[0], C.x_vector, C.x_vectors, C)
         entry = ()
         if C.entry > 0:
             entry = copied_operand(here[0], C.entry_vector, C.entry_vectors, C)
@@ -445,31 +585,43 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
 
 
 @gluon.jit
-def produce(weight, tiles, C: gl.constexpr):
-    """The loader thread: all weights, once for each tile."""
+def produce(weight, maps, tiles, width, C: gl.constexpr):
+    """The loader thread: all weights, once for each tile, and strips."""
+    X_BLOCKS: gl.constexpr = C.channels // 128
     STAGES: gl.constexpr = C.weight_stages
     zero = tiles * 0
     one = zero + 1
     run(C.fill_constants, "=r,r,r,r,l", [one, zero, one, weight + STAGES * C.stage_bytes])
     stage = zero
     parity = one
-    number = zero
+    strip = zero
+    strip_parity = one
     first = gl.program_id(0)
-    own_tiles = (tiles - first + gl.num_programs(0) - 1) // gl.num_programs(0)
-    for i in range(own_tiles * STAGES):
-        if i == FIRST_WEIGHTS:
-            wait_for_previous_kernel()
-        run(C.fill, "=r,r,r,r,l", [one, stage, parity, weight + number * C.stage_bytes])
+    if C.rows > 0:
+        map_arrived(maps)
+    for i in range(FIRST_WEIGHTS):
+        run(C.fill, "=r,r,r,r,l", [one, stage, parity, weight + i * C.stage_bytes])
         stage, parity = following(stage, parity, C.stages, 1)
-        number = gl.where(number + 1 == STAGES, 0, number + 1)
+    wait_for_previous_kernel()
+    for tile in range(first, tiles, gl.num_programs(0)):
+        if C.rows > 0:
+            for block in gl.static_range(X_BLOCKS):
+                run(C.strip.copy_strip, "=r,r,r,r,l,r,r", [
+                    one, strip, strip_parity, maps, tile * C.pixels - width - 1, zero + block * C.row_bytes
+                ])  # fmt: skip
+                strip, strip_parity = following(strip, strip_parity, 2, 1)
+        for number in range(gl.where(tile == first, FIRST_WEIGHTS, 0), STAGES):
+            run(C.fill, "=r,r,r,r,l", [one, stage, parity, weight + number * C.stage_bytes])
+            stage, parity = following(stage, parity, C.stages, 1)
 
 
 @gluon.jit(do_not_specialize=["pixels", "tiles", "image", "width", "entry_image", "entry_width", "stride"])
 def pair_conv(
-    y, z, x, added, g, pixels, tiles, image, width, entry_image, entry_width, stride, weight, C: gl.constexpr
+    y, z, x, added, g, pixels, tiles, image, width, entry_image, entry_width, stride, maps, weight, C: gl.constexpr
 ):  # fmt: skip
     """The kernel. `added`: codes of the residual or, with a shortcut, its input, whose images have `entry_image` pixels, in
-    rows of `entry_width`. `image`: number of pixels of an image of y. `weight`: all weights and constants."""
+    rows of `entry_width`. `image`: number of pixels of an image of y. `maps`: with a 3 x 3 convolution, the descriptor of its
+    input, and x is None. `weight`: all weights and constants."""
     shared = gl.allocate_shared_memory(
         gl.int32, [C.shared_units, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )  # fmt: skip
@@ -480,6 +632,8 @@ def pair_conv(
     own = gl.where(thread < C.math_threads, thread, 1)  # the first thread of each math warp initialises
     run(C.ring.init, "=r,r", [own])
     run(C.constant_barrier.init, "=r,r", [own])
+    if C.rows > 0:
+        run(C.strip.strips.init, "=r,r", [own])
     fence_async_shared()
     barrier()
     group = own_warpgroup()
@@ -487,29 +641,36 @@ def pair_conv(
     if group == C.multipliers:
         run(registers_of(LOADER_REGISTERS), "=r", [])
         if own_thread() == C.math_threads:
-            produce(weight, tiles, C)
+            produce(weight, maps, tiles, width, C)
     else:
         run(registers_of(C.registers), "=r", [])
         consume(y, z, x, added, g, (pixels, image, width, entry_image, entry_width, stride), tiles, C)
 
 
 class PreparedPair:
-    """Two convolutions prepared for the kernel. `packed` is the result of pack/conv_pair.py, `g` the residual's factor."""
+    """Two convolutions prepared for the kernel, or three with a 3 x 3 one. `packed` is the result of pack/conv_pair.py, `g` the
+    residual's factor."""
 
     def __init__(self, third: ConvSpec, tile: PairTile, packed: Tensor, g: float, sm_count: int) -> None:
         self.third, self.packed, self.g, self.sm_count = third, packed, g, sm_count
         self.config = PairConv(**vars(tile))
         self.launch = ConvLauncher(pair_conv, maxnreg=128, launch_pdl=True)
+        self.map = functools.lru_cache(maxsize=None)(row_map)
 
     def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Computes (y, z) of packed x [N, H, W, bytes]; `added` is the residual, or the input of the shortcut."""
-        n, height, width, _ = x.shape
+        """Computes (y, z) of packed x [N, H, W, bytes], or of the input of the 3 x 3 convolution. `added` is the residual, or
+        the input of the shortcut."""
+        n, height, width, row_bytes = x.shape
         pixels, config = n * height * width, self.config
         tiles = -(-pixels // config.pixels)
         stride = 1 if self.third.second is None else self.third.second.stride[0]
         y, z, codes, read = (tensor.view(-1).view(torch.int32) for tensor in (*out, added, x))
+        maps = None
+        if config.rows:
+            maps = self.map(pixels, row_bytes, config.rows, config.row_bytes, x.data_ptr(), x.device)
         self.launch(
-            0, (min(tiles, self.sm_count), 1, 1), config.warps, y, z, read, codes, self.g, pixels, tiles, height * width, width,
-            added.shape[1] * added.shape[2], added.shape[2], stride, self.packed, config,
+            0, (min(tiles, self.sm_count), 1, 1), config.warps,
+            y, z, None if config.rows else read, codes, self.g, pixels, tiles, height * width, width,
+            added.shape[1] * added.shape[2], added.shape[2], stride, maps, self.packed, config,
         )  # fmt: skip
         return out
