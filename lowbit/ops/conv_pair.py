@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.formats.conv import ConvLayer
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.conv import Size, pair_refusals, pair_tile
+from lowbit.kernels.choose.conv import Size, pair_layout, pair_refusals
 from lowbit.kernels.reference.conv import conv_reference
 from lowbit.ops.conv import ALIGNED_BYTES, device_for
 from lowbit.ops.register import on_device_of_first
@@ -112,6 +112,5 @@ def pair_launcher(third: ConvLayer, following: ConvLayer, machine: Machine) -> P
     """Returns the layers packed for the sm_90 kernel that runs both."""
     from lowbit.kernels.sm90.conv_pair import PreparedPair
 
-    outputs, entry = third.weight.shape[0], 0 if third.second is None else third.second.weight.shape[1]
-    tile = pair_tile(third.x, third.channels, outputs, following.weight.shape[0], entry)
-    return PreparedPair(third.spec, tile, tile.layout.pack_layers(third, following), third.g, machine.sm_count)
+    layout = pair_layout(third.spec, following.spec)
+    return PreparedPair(third.spec, layout, layout.pack_layers(third, following), third.g, machine.sm_count)

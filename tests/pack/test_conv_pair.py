@@ -8,7 +8,7 @@ import torch
 from lowbit.formats.conv import ConvLayer, SecondProduct, code_range
 from lowbit.kernels.reference.conv import conv_reference
 from lowbit.pack.conv_layout import column_order
-from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout, block_order
+from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout, block_order, tap_order
 from lowbit.pack.conv_weight import swizzled
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.pack.test_conv_block import columns_of, places_of
@@ -142,3 +142,32 @@ def test_layers_have_many_codes():
     third, last = random_layers("u4", 128, 256, 128, 0)
     y = conv_reference(torch.randint(0, 16, (2, 128, 5, 5)), third, torch.randint(0, 16, (2, 256, 5, 5)))
     assert y.unique().numel() > 8 and conv_reference(y, last).unique().numel() > 8
+
+
+@pytest.mark.parametrize("storage", ["u4", "s8"])
+@pytest.mark.parametrize("channels", [128, 256])
+def test_taps_are_read_in_order(storage, channels):
+    """Sums of the 3 x 3 convolution of one pixel from its stages, with operand A as ldmatrix loads and the kernel unpacks."""
+    layout = PairLayout(storage, channels, 256, 128, 0, True)
+    third, last = random_layers(storage, channels, 256, 128, 0)
+    low, high = code_range(storage)
+    weight = torch.randint(-128, 128, (channels, channels, 3, 3), dtype=torch.int8)
+    second = ConvLayer(weight, torch.rand(channels), torch.rand(channels), storage, storage, padding=(1, 1), relu=True)
+    packed = layout.pack_layers(third, last, second)
+    assert packed.numel() == layout.stages * STAGE_BYTES + 4 * layout.constants
+    assert torch.equal(layout.unpack(packed)[0], weight)
+    stages = iter(packed.reshape(-1)[: layout.stages * STAGE_BYTES].reshape(-1, STAGE_BYTES))
+    x = torch.randint(low, high + 1, (9, channels))  # by taps
+    factor = 16 if storage == "u4" else 1
+    rows = Nhwc64(storage).pack(x[:, :, None, None])[:, 0, 0].reshape(9, channels // STEP, -1)
+    columns = list(column_order(storage, channels))
+    assert sorted(tap_order(storage)) == list(range(STEP))
+    for tile in range(channels // STEP):
+        total = torch.zeros(STEP, dtype=torch.int64)
+        for block in range(channels // STEP):
+            for tap in range(9):
+                own = rows[tap, block]  # all bytes of a row in order: their low halves, then their high halves
+                held = torch.cat((own * 16 & 0xF0, own & 0xF0)) if storage == "u4" else own.view(torch.int8)
+                total += swizzled(next(stages).reshape(STEP, STEP)).long() @ held.long()
+        wanted = factor * torch.einsum("octx,tcx->o", weight.long().flatten(2)[..., None], x.long()[..., None])
+        assert torch.equal(total, wanted[columns[STEP * tile : STEP * (tile + 1)]])

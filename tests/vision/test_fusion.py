@@ -37,7 +37,7 @@ def test_blocks_of_64_channels_are_found(bottlenecks):
     assert not {blocks[0].second.y, blocks[1].second.y} & set(made)
     apart = fused(bottlenecks, 3, None, ("stem",))
     assert not any(isinstance(op, FusedBottleneck) for op in apart.operations)
-    with pytest.raises(ValueError, match="stem, blocks, pairs, got 'pool'"):
+    with pytest.raises(ValueError, match="stem, blocks, pairs, whole, got 'pool'"):
         fused(bottlenecks, 3, None, ("pool",))
 
 

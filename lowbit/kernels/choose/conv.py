@@ -72,6 +72,9 @@ registers."""
 PAIR_ENTRY = 256
 """Number of channels of a shortcut's input that the pair kernel supports, with 128 channels of x."""
 
+WHOLE_WIDTH = (MOST_ROWS - 192) // 2 - 1
+"""Largest image width of the pair kernel with a 3 x 3 convolution: the strip under the windows of 192 pixels is one copy."""
+
 PAIR_STAGES = 12
 """Limit of stages of weights of the pair kernel."""
 
@@ -630,12 +633,21 @@ class PairTile:
         return f"{self.pixels} pixels, {self.chunk} outputs at a time, {self.stages} stages"
 
 
-def pair_tile(storage: str, channels: int, expanded: int, following: int, entry: int, width: int = 0) -> PairTile:
-    """The tile of two convolutions, with as many stages of weights as fit. `width`: that of the images, if a 3 x 3 convolution
-    is before them, else 0."""
-    rows = strip_rows(64 * PairTile.multipliers, width, 3, STEP * CODES[storage].bits // 8) if width else 0
-    tiles = [PairTile(storage, channels, expanded, following, entry, rows, stages) for stages in range(PAIR_STAGES, 0, -1)]
+def pair_tile(layout: PairLayout, width: int = 0) -> PairTile:
+    """The tile of two convolutions, with as many stages of weights as fit. `width`: that of the images, which matters if a
+    3 x 3 convolution is before them."""
+    rows = strip_rows(64 * PairTile.multipliers, width, 3, STEP * CODES[layout.storage].bits // 8) if layout.window else 0
+    tiles = [
+        PairTile(layout.storage, layout.channels, layout.expanded, layout.following, layout.entry, rows, stages)
+        for stages in range(PAIR_STAGES, 0, -1)
+    ]
     return next(tile for tile in tiles if tile.shared_units <= DEEP_UNITS)
+
+
+def pair_layout(third: ConvSpec, following: ConvSpec, window: bool = False) -> PairLayout:
+    """The layout of the weights of two convolutions that `pair_refusals` accepts, or three that `whole_refusals` accepts."""
+    entry = 0 if third.second is None else third.second.channels
+    return PairLayout(third.x, third.channels, third.outputs, following.outputs, entry, window)
 
 
 def pair_refusals(third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None) -> tuple[str, ...]:
@@ -670,4 +682,26 @@ def pair_refusals(third: ConvSpec, following: ConvSpec, size: Size, machine: Mac
     tiles = -(-size[0] * size[1] * size[2] // (64 * PairTile.multipliers))
     if machine is not None and 4 * tiles < 3 * machine.sm_count:
         reasons.append(f"{tiles} tiles leave more than a quarter of {machine.sm_count} SMs idle")
+    return tuple(reasons)
+
+
+def whole_refusals(
+    second: ConvSpec, third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None
+) -> tuple[str, ...]:
+    """Reasons why a 3 x 3 convolution of 128 or 256 channels cannot run together with the two after it, for inputs of `size`
+    (images, height, width); empty if it can."""
+    reasons = list(pair_refusals(third, following, size, machine))
+    channels = {second.channels, second.outputs, third.channels}
+    if not second.keeps_size or second.kernel != (3, 3) or second.groups > 1 or len(channels) > 1:
+        reasons.append(
+            f"the convolution before is {second}, supported: 3 x 3, as large as its input, {third.channels} channels"
+        )
+    if not second.relu or second.residual is not None or second.second is not None:
+        reasons.append("the convolution before has no ReLU, or adds something")
+    if {second.x, second.y} != {third.x}:
+        reasons.append(f"all activations have one storage of codes, got {second.x} and {second.y} before {third.x}")
+    if third.second is not None:
+        reasons.append("the block has a shortcut convolution")
+    if size[2] > WHOLE_WIDTH:
+        reasons.append(f"images are {size[2]} pixels wide, supported are up to {WHOLE_WIDTH}")
     return tuple(reasons)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ConvSpec
-from lowbit.kernels.choose.conv import STRIPS, PairTile
+from lowbit.kernels.choose.conv import STRIPS, PairTile, pair_tile
 from lowbit.kernels.parts.conv_plan import ConvLauncher
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS
 from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, run, source_digest
@@ -40,7 +40,7 @@ from lowbit.kernels.parts.tile import Warps
 from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, own_thread, own_warpgroup, registers_of
 from lowbit.kernels.sm90.conv_deep import map_arrived
 from lowbit.kernels.sm90.tensor_map import row_map
-from lowbit.pack.conv_pair import STAGE_BYTES, STEP
+from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout
 
 FIRST_WEIGHTS = gl.constexpr(2)
 """Number of stages of weights that are loaded before the previous kernel has finished. More of them would delay x."""
@@ -651,17 +651,22 @@ class PreparedPair:
     """Two convolutions prepared for the kernel, or three with a 3 x 3 one. `packed` is the result of pack/conv_pair.py, `g` the
     residual's factor."""
 
-    def __init__(self, third: ConvSpec, tile: PairTile, packed: Tensor, g: float, sm_count: int) -> None:
-        self.third, self.packed, self.g, self.sm_count = third, packed, g, sm_count
-        self.config = PairConv(**vars(tile))
+    def __init__(self, third: ConvSpec, layout: PairLayout, packed: Tensor, g: float, sm_count: int) -> None:
+        self.third, self.layout, self.packed, self.g, self.sm_count = third, layout, packed, g, sm_count
+        self.config = functools.lru_cache(maxsize=None)(self._config)
         self.launch = ConvLauncher(pair_conv, maxnreg=128, launch_pdl=True)
         self.map = functools.lru_cache(maxsize=None)(row_map)
+
+    def _config(self, width: int) -> PairConv:
+        """The configuration for images of this width; it matters to a 3 x 3 convolution only."""
+        return PairConv(**vars(pair_tile(self.layout, width)))
 
     def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Computes (y, z) of packed x [N, H, W, bytes], or of the input of the 3 x 3 convolution. `added` is the residual, or
         the input of the shortcut."""
         n, height, width, row_bytes = x.shape
-        pixels, config = n * height * width, self.config
+        own_width = width if self.layout.window else 0
+        pixels, config = n * height * width, self.config(own_width)
         tiles = -(-pixels // config.pixels)
         stride = 1 if self.third.second is None else self.third.second.stride[0]
         y, z, codes, read = (tensor.view(-1).view(torch.int32) for tensor in (*out, added, x))
@@ -669,7 +674,7 @@ class PreparedPair:
         if config.rows:
             maps = self.map(pixels, row_bytes, config.rows, config.row_bytes, x.data_ptr(), x.device)
         self.launch(
-            0, (min(tiles, self.sm_count), 1, 1), config.warps,
+            own_width, (min(tiles, self.sm_count), 1, 1), config.warps,
             y, z, None if config.rows else read, codes, self.g, pixels, tiles, height * width, width,
             added.shape[1] * added.shape[2], added.shape[2], stride, maps, self.packed, config,
         )  # fmt: skip
