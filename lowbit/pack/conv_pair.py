@@ -83,14 +83,26 @@ class PairLayout:
         of the 3 x 3 convolution."""
         return (2 + (self.entry > 0)) * self.expanded + 2 * self.following + 2 * self.channels * self.window
 
+    @property
+    def iteration(self) -> tuple[tuple[int, int], ...]:
+        """The stages of 128 outputs of the first convolution, in order: (0, or 1 for the shortcut, index of the stage). The
+        next stage of a product comes when the previous one is used up."""
+        tiles, order = STAGE_BYTES // (self.chunk * STEP), []
+        for chunk in range(STEP // self.chunk):
+            for product, channels in enumerate((self.channels, self.entry)):
+                first, count = chunk * channels // STEP, channels // STEP
+                order += [(product, at // tiles) for at in range(first, first + count) if at % tiles == 0]
+        return tuple(order)
+
     def arrange(self, weights: tuple[Tensor, ...]) -> Tensor:
         """Returns the elements of the weights, of any type, in stages [stages, bytes]."""
         windows, firsts, last = weights[: self.window], weights[self.window : -1], weights[-1]
         stages = [self._chunks(weight).reshape(self.expanded // STEP, -1, STAGE_BYTES) for weight in firsts]
+        steps = torch.stack([stages[product][:, number] for product, number in self.iteration], 1)
         rows = torch.tensor(column_order(self.storage, self.following), device=last.device)
         places = torch.tensor(block_order(self.storage, self.expanded), device=last.device)
         matrix = last[:, :, 0, 0][rows][:, places].reshape(-1, STEP, self.expanded // STEP, STEP).transpose(1, 2)
-        middle, end = torch.cat(stages, 1).reshape(-1, STAGE_BYTES), swizzled(matrix.contiguous()).reshape(-1, STAGE_BYTES)
+        middle, end = steps.reshape(-1, STAGE_BYTES), swizzled(matrix.contiguous()).reshape(-1, STAGE_BYTES)
         return torch.cat([*(self._taps(weight) for weight in windows), middle, end])
 
     def pack_layers(self, third: ConvLayer, following: ConvLayer, window: ConvLayer | None = None) -> Tensor:

@@ -62,7 +62,7 @@ def random_layers(storage, channels, expanded, following, entry):
     return third, ConvLayer(weight, s, step * torch.randn(following), storage, storage, relu=True)
 
 
-CASES = [(128, 256, 128, 0), (256, 512, 256, 0), (128, 256, 128, 256)]
+CASES = [(128, 256, 128, 0), (256, 512, 256, 0), (128, 256, 128, 256), (256, 256, 128, 512)]
 
 
 @pytest.mark.parametrize("storage", ["u4", "s8"])
@@ -86,16 +86,17 @@ def test_stages_are_read_in_order(storage, case):
     tiles = STAGE_BYTES // (layout.chunk * STEP)
     columns = list(column_order(storage, expanded))
     for step in range(expanded // STEP):
-        for held, codes, weight in operands:
-            blocks = held.shape[1] // STEP
-            own = [stages.pop(0) for _ in range(blocks)]
-            for chunk in range(STEP // layout.chunk):
+        own = [torch.zeros(0)] * 2
+        for chunk in range(STEP // layout.chunk):
+            first = STEP * step + layout.chunk * chunk
+            for product, (held, codes, weight) in enumerate(operands):
                 total = torch.zeros(3, layout.chunk, dtype=torch.int64)
-                for block in range(blocks):
-                    stage, place = divmod(chunk * blocks + block, tiles)
-                    tile = swizzled(own[stage].reshape(tiles, layout.chunk, STEP)[place]).long()
+                for block in range(held.shape[1] // STEP):
+                    place = chunk * held.shape[1] // STEP + block
+                    if place % tiles == 0:  # the previous stage of this product is used up
+                        own[product] = stages.pop(0)
+                    tile = swizzled(own[product].reshape(tiles, layout.chunk, STEP)[place % tiles]).long()
                     total += held[:, STEP * block : STEP * (block + 1)] @ tile.T
-                first = STEP * step + layout.chunk * chunk
                 wanted = factor * codes @ weight[:, :, 0, 0].long().T
                 assert torch.equal(total, wanted[:, columns[first : first + layout.chunk]])
     y = torch.randint(low, high + 1, (3, expanded))

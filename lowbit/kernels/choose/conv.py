@@ -69,8 +69,11 @@ PAIR_CHANNELS = (128, 256)
 """Numbers of input channels that the pair kernel supports for its first convolution. With 512 its x does not fit in
 registers."""
 
-PAIR_ENTRY = 256
-"""Number of channels of a shortcut's input that the pair kernel supports, with 128 channels of x."""
+PAIR_ENTRIES = (256, 512)
+"""Numbers of channels of a shortcut's input that the pair kernel supports."""
+
+PAIR_LEAST_STAGES = 4
+"""Smallest number of stages of weights of the pair kernel: those that are read, and two that are loaded meanwhile."""
 
 WHOLE_WIDTH = (MOST_ROWS - 192) // 2 - 1
 """Largest image width of the pair kernel with a 3 x 3 convolution: the strip under the windows of 192 pixels is one copy."""
@@ -639,7 +642,7 @@ def pair_tile(layout: PairLayout, width: int = 0) -> PairTile:
     rows = strip_rows(64 * PairTile.multipliers, width, 3, STEP * CODES[layout.storage].bits // 8) if layout.window else 0
     tiles = [
         PairTile(layout.storage, layout.channels, layout.expanded, layout.following, layout.entry, rows, stages)
-        for stages in range(PAIR_STAGES, 0, -1)
+        for stages in range(PAIR_STAGES, PAIR_LEAST_STAGES - 1, -1)
     ]
     return next(tile for tile in tiles if tile.shared_units <= DEEP_UNITS)
 
@@ -674,10 +677,10 @@ def pair_refusals(third: ConvSpec, following: ConvSpec, size: Size, machine: Mac
         reasons.append(f"all activations have one storage of codes, got {', '.join(sorted(map(str, storages)))}")
     if shortcut is not None:
         square = shortcut.kernel == (1, 1) and shortcut.padding == (0, 0) and shortcut.stride[0] == shortcut.stride[1]
-        if (third.channels, shortcut.channels) != (PAIR_CHANNELS[0], PAIR_ENTRY) or not square:
+        if shortcut.channels not in PAIR_ENTRIES or not square:
             reasons.append(
                 f"the shortcut is {shortcut.channels} channels, {shortcut.kernel} with stride {shortcut.stride}, supported: "
-                f"{PAIR_ENTRY} channels, 1 x 1, beside {PAIR_CHANNELS[0]} channels"
+                f"{PAIR_ENTRIES} channels, 1 x 1"
             )
     tiles = -(-size[0] * size[1] * size[2] // (64 * PairTile.multipliers))
     if machine is not None and 4 * tiles < 3 * machine.sm_count:

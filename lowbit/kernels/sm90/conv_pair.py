@@ -125,6 +125,11 @@ class PairConv(PairTile, Warps):
         return Requantize(self.storage, None, True)
 
     @property
+    def streams(self) -> bool:
+        """True if x and the shortcut's input do not fit in registers."""
+        return self.entry > 256
+
+    @property
     def lane_place(self) -> str:
         """PTX that returns in $0 the address of the constants for thread $1."""
         return (
@@ -251,6 +256,71 @@ def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, first, second, residu
             lower = codes_of(columns(first, group, 1), s, b, codes, g, R)
         words = (words[0] + upper, words[1] + lower)
     return words
+
+
+@gluon.jit
+def streamed_product(
+    at, first: gl.constexpr, vectors: gl.constexpr, base, tile: gl.constexpr, turn, C: gl.constexpr
+):  # fmt: skip
+    """Returns the sums of a chunk of a product. Its input does not fit in registers: `vectors` vectors of each row in the
+    thread's own shared memory, from vector `first` on, of which those of one k block are loaded at a time. The weights start at
+    tile `tile` of a stage."""
+    P: gl.constexpr = C.third
+    COUNT: gl.constexpr = C.step_vectors
+    BLOCKS: gl.constexpr = vectors // COUNT
+    SUMS: gl.constexpr = C.chunk // 2
+    sums = ()
+    held = ()
+    for block in gl.static_range(BLOCKS):
+        upper = copied(at, first + COUNT * block, COUNT, C)
+        lower = copied(at, first + vectors + COUNT * block, COUNT, C)
+        registers = operand_of(upper, lower, 4 * COUNT, C)
+        sums = start(sums, registers, base, tile + block, 4, block > 0, P)
+        if block > 0:
+            sums = wait(sums, 1, SUMS)
+            fence_registers(held, turn, 16)
+        held = registers
+    sums = wait(sums, 0, SUMS)
+    fence_registers(held, turn, 16)
+    return sums
+
+
+@gluon.jit
+def shortcut_step(operand, entry, own, ring, at, g, turn, thread, C: gl.constexpr):
+    """Computes 128 outputs of y with a shortcut, a chunk at a time; returns the words of both rows and the next stage. Stages
+    are read in the order of `PairLayout.iteration`."""
+    CHUNKS: gl.constexpr = 128 // C.chunk
+    TILES: gl.constexpr = C.stage_tiles
+    X_BLOCKS: gl.constexpr = C.channels // 128
+    ENTRY_BLOCKS: gl.constexpr = C.entry // 128
+    P: gl.constexpr = C.third
+    stage, phase, base = ring
+    nought = thread * 0
+    words = ((), ())
+    x_base = ()
+    x_stage = ()
+    entry_base = ()
+    entry_stage = ()
+    for chunk in gl.static_range(CHUNKS):
+        if chunk * X_BLOCKS % TILES == 0:
+            x_base, x_stage, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
+        if chunk * ENTRY_BLOCKS % TILES == 0:
+            entry_base, entry_stage, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
+        if C.streams:
+            first = streamed_product(own, C.x_vector, C.x_vectors, x_base[0], chunk * X_BLOCKS % TILES, turn, C)
+            second = streamed_product(
+                own, C.entry_vector, C.entry_vectors, entry_base[0], chunk * ENTRY_BLOCKS % TILES, turn, C
+            )  # fmt: skip
+        else:
+            first = start((), operand, x_base[0], chunk * X_BLOCKS % TILES, 4 * X_BLOCKS, False, P)
+            second = start((), entry, entry_base[0], chunk * ENTRY_BLOCKS % TILES, 4 * ENTRY_BLOCKS, False, P)
+        found = finish_chunk(chunk, 0, first, second, (), at, g, C)
+        words = (words[0] + found[0], words[1] + found[1])
+        if (chunk + 1) * ENTRY_BLOCKS % TILES == 0:
+            release_stages(entry_stage, nought, thread, 1, C)
+        if (chunk + 1) * X_BLOCKS % TILES == 0:
+            release_stages(x_stage, nought, thread, 1, C)
+    return words, stage, phase
 
 
 @gluon.jit
@@ -500,8 +570,6 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
     PASSES: gl.constexpr = C.following // 128
     X_BLOCKS: gl.constexpr = C.channels // 128
     ENTRY_BLOCKS: gl.constexpr = C.entry // 128
-    ITERATION: gl.constexpr = X_BLOCKS + ENTRY_BLOCKS
-    CHUNKS: gl.constexpr = 128 // C.chunk
     PLACE: gl.constexpr = C.residual_bytes
     VECTORS: gl.constexpr = C.step_vectors
     PIXELS: gl.constexpr = C.pixels
@@ -540,24 +608,21 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
             )  # fmt: skip
             for _block in gl.static_range(X_BLOCKS):
                 strip, strip_phase = following(strip, strip_phase, 2, 1)
-        else:
+        elif not C.streams:
             operand = copied_operand(here[0], C.x_vector, C.x_vectors, C)
         entry = ()
-        if C.entry > 0:
+        if C.entry > 0 and not C.streams:
             entry = copied_operand(here[0], C.entry_vector, C.entry_vectors, C)
         y_row = y + (pixel * Y_WORDS + here[1] * 4)
         for step in range(STEPS):
             at = constants + step * 512
-            bases, stages, stage, phase = wait_stages(stage, phase, base, nought, ITERATION, C)
-            residual = ((), ())
             words = ((), ())
             if C.entry > 0:
-                for chunk in gl.static_range(CHUNKS):
-                    first = start_chunk(chunk, operand, bases, 0, X_BLOCKS, C)
-                    second = start_chunk(chunk, entry, bases, X_BLOCKS, ENTRY_BLOCKS, C)
-                    found = finish_chunk(chunk, 0, first, second, residual, at, factor, C)
-                    words = (words[0] + found[0], words[1] + found[1])
+                words, stage, phase = shortcut_step(
+                    operand, entry, here[0], (stage, phase, base), at, factor, turn, thread, C
+                )  # fmt: skip
             else:
+                bases, stages, stage, phase = wait_stages(stage, phase, base, nought, X_BLOCKS, C)
                 first = start_chunk(0, operand, bases, 0, X_BLOCKS, C)
                 second = start_chunk(1, operand, bases, 0, X_BLOCKS, C)
                 other = PLACE - place
@@ -572,11 +637,11 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
                 words = finish_chunk(0, 1, first, (), residual, at, factor, C)
                 found = finish_chunk(1, 0, second, (), residual, at, factor, C)
                 words = (words[0] + found[0], words[1] + found[1])
-            release_stages(stages, nought, thread, ITERATION, C)
+                release_stages(stages, nought, thread, X_BLOCKS, C)
             store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
-        fence_registers(operand, turn, 16 * X_BLOCKS)
+        if not C.streams:
+            fence_registers(operand + entry, turn, 16 * (X_BLOCKS + ENTRY_BLOCKS))
         if C.entry > 0:
-            fence_registers(entry, turn, 16 * ENTRY_BLOCKS)
             copy_inputs(x, added, pixel + stride * PIXELS, geometry, here, C)
             commit_copies()
         for part in range(PASSES):

@@ -24,7 +24,7 @@ from tests.kernels.sass import compile_kernel
 from tests.kernels.sm90.test_compile import check_straight_line
 from tests.kernels.sm90.test_conv import codes_of, layer
 
-SHAPES = [(128, 512, 128, 0), (256, 1024, 256, 0), (128, 512, 128, 256)]
+SHAPES = [(128, 512, 128, 0), (256, 1024, 256, 0), (128, 512, 128, 256), (256, 1024, 256, 512)]
 """As in ResNet-50: channels of x, y, z and of the shortcut's input."""
 
 PAIRS = [(storage, *shape) for storage in ("u4", "s8") for shape in SHAPES]
@@ -54,11 +54,11 @@ def test_machine_code(storage, channels, expanded, following, entry, width):
     signature |= dict.fromkeys(("pixels", "tiles", "image", "width", "entry_image", "entry_width", "stride"), "i32")
     signature |= {"maps": "*i8" if width else None, "weight": "*i8"}
     kernel = compile_kernel(pair_conv, signature, config, pointers, config.warps, 90, maxnreg=128)
-    assert kernel.stack_bytes <= (16 if entry else 0)
+    assert kernel.stack_bytes <= (40 if entry else 0), "addresses of the next tile, outside of loops"
     chunks, tiles = 128 // config.chunk, channels // 128 if width else 0
     products = (channels + entry) // 32 * chunks + expanded // 32 + tiles * 9 * 4
     assert kernel.count("IGMMA") == products, "taps of 128 channels, an iteration of y, a pass of z"
-    waits = chunks + expanded // 128 + tiles * 9
+    waits = chunks + expanded // 128 + tiles * 9 + (chunks * (channels + entry) // 128 if config.streams else 0)
     assert kernel.count("WARPGROUP.DEPBAR") == waits, "a wait for each chunk, k block and tap: not serialized"
     assert kernel.count("SHFL") == 0, "operand A is loaded as it is in memory"
     assert kernel.count("LDSM") == tiles * 9 * config.row_bytes // 32
@@ -80,7 +80,7 @@ def test_refusals():
     assert "tiles leave more than a quarter" in pair_refusals(*fits, (1, 28, 28), machine)[0]
     assert "is for sm_90" in pair_refusals(*fits, (128, 28, 28), typical_machine(80))[0]
     assert "channels are 512" in pair_refusals(*spec("u4", 512, 2048, 512, 0), (128, 28, 28), machine)[0]
-    assert "the shortcut is 512 channels" in pair_refusals(*spec("u4", 256, 1024, 256, 512), (128, 28, 28), machine)[0]
+    assert "the shortcut is 64 channels" in pair_refusals(*spec("u4", 256, 1024, 256, 64), (128, 28, 28), machine)[0]
     for change, reason in (
         ({"relu": False}, "has no ReLU"),
         ({"stride": (2, 2)}, "supported: 1 x 1"),
