@@ -16,15 +16,15 @@ from torch import Tensor
 
 from lowbit.formats.conv import CODES, U4_STEPS, ConvLayer
 from lowbit.pack.conv_block import loaded_order
-from lowbit.pack.conv_layout import Shape, column_order, lane_constants
+from lowbit.pack.conv_layout import ConvLayout, Shape, column_order, lane_constants
 from lowbit.pack.conv_weight import swizzled
 
 STEP = 128
 """Number of channels in a k block, and number of outputs that are computed in one iteration."""
 
 CHUNK, SHORTCUT_CHUNK = 64, 32
-"""Number of outputs of the first convolution that are one product, without and with a shortcut. Registers hold two chunks of
-sums without a shortcut, and one with it."""
+"""Number of outputs of the first convolution that are one product, without and with a shortcut or 512 channels. Registers hold
+two chunks of sums without a shortcut, and one with it."""
 
 STAGE_BYTES = STEP * STEP
 """Bytes of a stage of weights: 128 outputs of one k block, or tiles of fewer outputs and more blocks."""
@@ -48,7 +48,7 @@ class PairLayout:
     """All weights and constants of two convolutions, int8: stages, then constants.
 
     `storage` is the storage of all activations; the first convolution has `channels` inputs and `expanded` outputs and, if
-    `entry` is not 0, a shortcut of `entry` channels; the second one has `following` outputs.
+    `entry` is not 0, a shortcut of `entry` channels; the second one has `following` outputs, or is not there if that is 0.
     With `window` a 3 x 3 convolution of `channels` channels is before them.
     """
 
@@ -65,12 +65,13 @@ class PairLayout:
         there is one, the second one."""
         window: list[Shape] = [(self.channels, self.channels, 3, 3)] if self.window else []
         shortcut: list[Shape] = [(self.expanded, self.entry, 1, 1)] if self.entry else []
-        return (*window, (self.expanded, self.channels, 1, 1), *shortcut, (self.following, self.expanded, 1, 1))
+        second: list[Shape] = [(self.following, self.expanded, 1, 1)] if self.following else []
+        return (*window, (self.expanded, self.channels, 1, 1), *shortcut, *second)
 
     @property
     def chunk(self) -> int:
         """Number of outputs of the first convolution that are one product."""
-        return SHORTCUT_CHUNK if self.entry else CHUNK
+        return SHORTCUT_CHUNK if self.entry or self.channels > 256 else CHUNK
 
     @property
     def stages(self) -> int:
@@ -96,14 +97,11 @@ class PairLayout:
 
     def arrange(self, weights: tuple[Tensor, ...]) -> Tensor:
         """Returns the elements of the weights, of any type, in stages [stages, bytes]."""
-        windows, firsts, last = weights[: self.window], weights[self.window : -1], weights[-1]
+        windows, firsts = weights[: self.window], weights[self.window : self.window + 1 + (self.entry > 0)]
         stages = [self._chunks(weight).reshape(self.expanded // STEP, -1, STAGE_BYTES) for weight in firsts]
         steps = torch.stack([stages[product][:, number] for product, number in self.iteration], 1)
-        rows = torch.tensor(column_order(self.storage, self.following), device=last.device)
-        places = torch.tensor(block_order(self.storage, self.expanded), device=last.device)
-        matrix = last[:, :, 0, 0][rows][:, places].reshape(-1, STEP, self.expanded // STEP, STEP).transpose(1, 2)
-        middle, end = steps.reshape(-1, STAGE_BYTES), swizzled(matrix.contiguous()).reshape(-1, STAGE_BYTES)
-        return torch.cat([*(self._taps(weight) for weight in windows), middle, end])
+        parts = [*(self._taps(weight) for weight in windows), steps.reshape(-1, STAGE_BYTES)]
+        return torch.cat(parts + [self._passes(weight) for weight in weights[self.window + len(firsts) :]])
 
     def pack_layers(self, third: ConvLayer, following: ConvLayer, window: ConvLayer | None = None) -> Tensor:
         """Returns the int8 bytes of two layers, the first of which includes the shortcut, and of the 3 x 3 convolution.
@@ -139,9 +137,32 @@ class PairLayout:
         matrix = weight[:, :, 0, 0][rows][:, places]
         return swizzled(matrix.reshape(-1, self.chunk, weight.shape[1] // STEP, STEP).transpose(1, 2).contiguous())
 
+    def _passes(self, weight: Tensor) -> Tensor:
+        """Returns the stages of the second convolution, by tiles of 128 outputs, then blocks of 128 channels."""
+        rows = torch.tensor(column_order(self.storage, self.following), device=weight.device)
+        places = torch.tensor(block_order(self.storage, self.expanded), device=weight.device)
+        matrix = weight[:, :, 0, 0][rows][:, places].reshape(-1, STEP, self.expanded // STEP, STEP).transpose(1, 2)
+        return swizzled(matrix.contiguous()).reshape(-1, STAGE_BYTES)
+
     def _taps(self, weight: Tensor) -> Tensor:
         """Returns the stages of the 3 x 3 convolution, by tiles of 128 outputs, blocks of 128 channels, taps."""
         rows = torch.tensor(column_order(self.storage, self.channels), device=weight.device)
         order = torch.tensor(tap_order(self.storage), device=weight.device)
         blocks = weight[rows].reshape(self.channels // STEP, STEP, self.channels // STEP, STEP, 9)[:, :, :, order]
         return swizzled(blocks.permute(0, 2, 4, 1, 3).contiguous()).reshape(-1, STAGE_BYTES)
+
+
+@dataclass(frozen=True)
+class ThirdStages(ConvLayout):
+    """Layout of the weights of one 1 x 1 convolution, as the first one of a pair without a second one: int8 [stages, bytes]."""
+
+    pair: PairLayout
+
+    def refusals(self, shape: Shape) -> tuple[str, ...]:
+        return () if tuple(shape) == self.pair.shapes[0] else (f"weights are {list(self.pair.shapes[0])}",)
+
+    def arrange(self, weight: Tensor) -> Tensor:
+        return self.pair.arrange((weight,))
+
+    def constants(self, values: Tensor) -> Tensor:
+        return lane_constants(values, self.pair.storage, self.pair.expanded)

@@ -8,7 +8,7 @@ import torch
 from lowbit.formats.conv import ConvLayer, SecondProduct, code_range
 from lowbit.kernels.reference.conv import conv_reference
 from lowbit.pack.conv_layout import column_order
-from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout, block_order, tap_order
+from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout, ThirdStages, block_order, tap_order
 from lowbit.pack.conv_weight import swizzled
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.pack.test_conv_block import columns_of, places_of
@@ -172,3 +172,14 @@ def test_taps_are_read_in_order(storage, channels):
                 total += swizzled(next(stages).reshape(STEP, STEP)).long() @ held.long()
         wanted = factor * torch.einsum("octx,tcx->o", weight.long().flatten(2)[..., None], x.long()[..., None])
         assert torch.equal(total, wanted[columns[STEP * tile : STEP * (tile + 1)]])
+
+
+@pytest.mark.parametrize("storage", ["u4", "s8"])
+def test_one_convolution_is_the_first_of_a_pair(storage):
+    third, _ = random_layers(storage, 512, 512, 128, 0)
+    layout = ThirdStages(PairLayout(storage, 512, 512, 0))
+    packed = layout.pack_layer(third)
+    assert torch.equal(layout.unpack(packed.weight, tuple(third.weight.shape)), third.weight)
+    assert torch.equal(packed.weight, PairLayout(storage, 512, 512, 0).arrange((third.weight,)))
+    with pytest.raises(ValueError, match="cannot hold"):
+        layout.pack(third.weight[:, :256])

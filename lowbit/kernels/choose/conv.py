@@ -17,7 +17,7 @@ from lowbit.kernels.choose.depthwise import depthwise_refusals, depthwise_tile
 from lowbit.pack.conv_block import CHANNELS, CHUNK, EXPANDED
 from lowbit.pack.conv_fragment import MmaFragments, fragment_bits
 from lowbit.pack.conv_layout import ConvLayout
-from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout
+from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout, ThirdStages
 from lowbit.pack.conv_weight import WgmmaTiles, planes
 from lowbit.pack.depthwise import DepthwiseTaps
 from lowbit.pack.grouped import GroupedBlocks
@@ -156,7 +156,7 @@ def conv_candidates(
         rows = _stem_candidates(spec, pixels, machine, images)
     else:
         rows = [_strip_candidate(spec, size, pixels, machine), *_deep_candidates(spec, pixels, machine)]
-        rows.append(_window_candidate(spec, pixels, machine))
+        rows += [_window_candidate(spec, pixels, machine), _third_candidate(spec, pixels, machine)]
     if pooled:
         rows = [row if row.kernel == "sm90/stem_pool" else _refused(row, "it has no max-pool inside") for row in rows]
     else:
@@ -307,6 +307,20 @@ def _window_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> ConvCand
     layout = WgmmaTiles(spec.x, spec.y, tile.outputs, tile.step_bytes)
     turns = tile.turns(pixels, spec.outputs, machine)
     return ConvCandidate("sm90/conv", tile, layout, (), turns, "takes any layer, a tap of a window at a time")
+
+
+def _third_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> ConvCandidate:
+    """The candidate of sm90/conv_pair.py, for a 1 x 1 convolution of many channels with a residual."""
+    reasons = []
+    if spec.kernel != (1, 1) or spec.stride != (1, 1) or spec.padding != (0, 0) or not spec.relu or spec.residual is None:
+        reasons.append("no 1 x 1 convolution of stride 1 with a residual and a ReLU")
+    if spec.channels not in (*PAIR_CHANNELS, 512) or spec.outputs % 256 or len({spec.x, spec.y, spec.residual}) > 1:
+        reasons.append(f"{spec.channels} channels and {spec.outputs} outputs, or several storages")
+    tiles = -(-pixels // (64 * PairTile.multipliers))
+    if 4 * tiles * 8 < 3 * machine.sm_count:
+        reasons.append(f"{tiles} tiles are few")
+    layout = None if reasons else ThirdStages(PairLayout(spec.x, spec.channels, spec.outputs, 0))
+    return ConvCandidate("sm90/conv_pair", None, layout, tuple(reasons), 0.0, "x stays in registers, a thread loads its own")
 
 
 def window_tile(spec: ConvSpec, pixels: int) -> ConvTile:
@@ -513,7 +527,7 @@ class PairTile:
 
     All activations have the same storage. x has `channels` channels, y `expanded`, z `following`; the shortcut's input has
     `entry` channels, 0 without a shortcut. With a 3 x 3 convolution before, x is its output, and a strip of its input has
-    `rows` rows, else 0. There are `stages` stages of weights.
+    `rows` rows, else 0. There are `stages` stages of weights. A job is one of `parts` parts of y's channels.
     """
 
     storage: str
@@ -523,6 +537,7 @@ class PairTile:
     entry: int
     rows: int
     stages: int
+    parts: int
     multipliers = 3
     """Number of math warpgroups, of 64 pixels each."""
 
@@ -636,15 +651,23 @@ class PairTile:
         return f"{self.pixels} pixels, {self.chunk} outputs at a time, {self.stages} stages"
 
 
-def pair_tile(layout: PairLayout, width: int = 0) -> PairTile:
+def pair_tile(layout: PairLayout, width: int = 0, parts: int = 1) -> PairTile:
     """The tile of two convolutions, with as many stages of weights as fit. `width`: that of the images, which matters if a
-    3 x 3 convolution is before them."""
+    3 x 3 convolution is before them. `parts`: jobs of a tile."""
     rows = strip_rows(64 * PairTile.multipliers, width, 3, STEP * CODES[layout.storage].bits // 8) if layout.window else 0
     tiles = [
-        PairTile(layout.storage, layout.channels, layout.expanded, layout.following, layout.entry, rows, stages)
+        PairTile(layout.storage, layout.channels, layout.expanded, layout.following, layout.entry, rows, stages, parts)
         for stages in range(PAIR_STAGES, PAIR_LEAST_STAGES - 1, -1)
     ]
     return next(tile for tile in tiles if tile.shared_units <= DEEP_UNITS)
+
+
+def third_parts(tiles: int, outputs: int, sm_count: int) -> int:
+    """The number of jobs of a tile of one convolution that has least work on the busiest SM; a job has an even number of
+    iterations."""
+    steps = outputs // STEP
+    choices = [parts for parts in (1, 2, 4, 8) if steps % (2 * parts) == 0]
+    return min(choices, key=lambda parts: -(-tiles * parts // sm_count) * (steps // parts))
 
 
 def pair_layout(third: ConvSpec, following: ConvSpec, window: bool = False) -> PairLayout:

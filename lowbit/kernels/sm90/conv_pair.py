@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.formats.conv import ConvSpec
-from lowbit.kernels.choose.conv import STRIPS, PairTile, pair_tile
-from lowbit.kernels.parts.conv_plan import ConvLauncher
+from lowbit.formats.conv import U4_STEPS, ConvSpec
+from lowbit.kernels.choose.conv import STRIPS, PairTile, pair_tile, third_parts
+from lowbit.kernels.parts.conv_plan import ConvLauncher, ConvPlan
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS
 from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, run, source_digest
 from lowbit.kernels.parts.pipeline import StageBarriers
@@ -40,6 +40,7 @@ from lowbit.kernels.parts.tile import Warps
 from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, own_thread, own_warpgroup, registers_of
 from lowbit.kernels.sm90.conv_deep import map_arrived
 from lowbit.kernels.sm90.tensor_map import row_map
+from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout
 
 FIRST_WEIGHTS = gl.constexpr(2)
@@ -218,15 +219,6 @@ def copied_operand(at, first: gl.constexpr, count: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def start_chunk(chunk: gl.constexpr, operand, bases, first: gl.constexpr, blocks: gl.constexpr, C: gl.constexpr):
-    """Starts a product of `blocks` k blocks for the outputs of a chunk of y. Its weights are in the iteration's stages from
-    `first` on, with those of earlier chunks before them."""
-    P: gl.constexpr = C.third
-    TILES: gl.constexpr = C.stage_tiles
-    return start((), operand, bases[first + chunk * blocks // TILES], chunk * blocks % TILES, 4 * blocks, False, P)
-
-
-@gluon.jit
 def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, first, second, residual, at, g, C: gl.constexpr):
     """Requantizes a chunk of y while `later` products run; returns the words of both rows. `second`: sums of the shortcut."""
     R: gl.constexpr = C.y_codes
@@ -354,8 +346,8 @@ def release_stages(stages, nought, thread, count: gl.constexpr, C: gl.constexpr)
 
 
 @gluon.jit
-def copy_inputs(x, added, pixel, geometry, here, C: gl.constexpr):
-    """Starts the copies of what a tile needs at its beginning: x, and the residual of the first iteration (to the first of two
+def copy_inputs(x, added, pixel, step, geometry, here, C: gl.constexpr):
+    """Starts the copies of what a job needs at its beginning: x, and the residual of iteration `step` (to the first of two
     places) or the shortcut's input. `pixel` is the thread's first pixel."""
     pixels, image, width, entry_image, entry_width, stride = geometry
     X_WORDS: gl.constexpr = C.channels * C.bits // 32
@@ -378,13 +370,7 @@ def copy_inputs(x, added, pixel, geometry, here, C: gl.constexpr):
             source = added + (at * E_WORDS + lane * 4)
             copy_row(here[0], source, exists, C.entry_vector + row * C.entry_vectors, 0, C.entry_vectors, C)
     else:
-        copy_residual(added, pixel, 0, here, (first, second), thread_zero(pixel), C)
-
-
-@gluon.jit
-def thread_zero(like):
-    """Zeros [threads]."""
-    return like * 0
+        copy_residual(added, pixel, step, here, (first, second), pixel * 0, C)
 
 
 @gluon.jit
@@ -562,11 +548,43 @@ def next_pass(y, z, exists, ring, at, turn, thread, C: gl.constexpr):
 
 
 @gluon.jit
+def residual_step(operand, residual, ring, at, g, thread, C: gl.constexpr):
+    """Requantizes 128 outputs of y with a residual, whose words of both rows are `residual`. Products of a chunk are in flight
+    while the chunk before is requantized. Returns the words of both rows and the next stage."""
+    CHUNKS: gl.constexpr = 128 // C.chunk
+    TILES: gl.constexpr = C.stage_tiles
+    BLOCKS: gl.constexpr = C.channels // 128
+    P: gl.constexpr = C.third
+    stage, phase, base = ring
+    nought = thread * 0
+    words = ((), ())
+    bases = ()
+    stages = ()
+    held = ()
+    before = ()
+    for chunk in gl.static_range(CHUNKS):
+        if chunk * BLOCKS % TILES == 0:
+            bases, stages, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
+        sums = start((), operand, bases[0], chunk * BLOCKS % TILES, 4 * BLOCKS, False, P)
+        if chunk > 0:
+            found = finish_chunk(chunk - 1, 1, held, (), residual, at, g, C)
+            words = (words[0] + found[0], words[1] + found[1])
+            if chunk * BLOCKS % TILES == 0:
+                release_stages(before, nought, thread, 1, C)
+        held = sums
+        before = stages
+    found = finish_chunk(CHUNKS - 1, 0, held, (), residual, at, g, C)
+    release_stages(before, nought, thread, 1, C)
+    return (words[0] + found[0], words[1] + found[1]), stage, phase
+
+
+@gluon.jit
 def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
-    """The math warpgroups."""
+    """The math warpgroups. A job is a part of the outputs of a tile."""
     Y_WORDS: gl.constexpr = C.expanded * C.bits // 32
     Z_WORDS: gl.constexpr = C.following * C.bits // 32
-    STEPS: gl.constexpr = C.expanded // 128
+    PARTS: gl.constexpr = C.parts
+    STEPS: gl.constexpr = C.expanded // 128 // PARTS
     PASSES: gl.constexpr = C.following // 128
     X_BLOCKS: gl.constexpr = C.channels // 128
     ENTRY_BLOCKS: gl.constexpr = C.entry // 128
@@ -581,10 +599,10 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
     constants = asm(C.lane_place, "=&r,r", (thread,), gl.int32)
     base = asm(C.third.base, "=&r,r", (thread,), gl.int32)
     factor = gl.full([C.threads], g, gl.float32, C.threads_layout)
-    first_tile = gl.program_id(0)
+    first_job = gl.program_id(0)
     stride = gl.num_programs(0)
     wait_for_previous_kernel()
-    copy_inputs(x, added, first_tile * PIXELS + own, geometry, here, C)
+    copy_inputs(x, added, first_job // PARTS * PIXELS + own, first_job % PARTS * STEPS, geometry, here, C)
     commit_copies()
     run(C.constant_barrier.wait, "=r,r,r,r", [nought, nought, nought + 1])
     stage = tiles * 0
@@ -593,9 +611,10 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
     strip_phase = tiles * 0
     turn = nought
     place = nought
-    for tile in range(first_tile, tiles, stride):
+    for job in range(first_job, tiles * PARTS, stride):
         turn = asm("add.s32 $0, $1, 1;", "=r,r", (turn,), gl.int32)
-        now = asm("mov.b32 $0, $1;", "=r,r", (nought + tile,), gl.int32)
+        now = asm("mov.b32 $0, $1;", "=r,r", (nought + job // PARTS,), gl.int32)
+        first_step = job % PARTS * STEPS
         pixel = now * PIXELS + own
         exists = ((pixel < pixels).to(gl.int32), (pixel + 8 < pixels).to(gl.int32))
         if C.rows == 0:
@@ -614,7 +633,12 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
         if C.entry > 0 and not C.streams:
             entry = copied_operand(here[0], C.entry_vector, C.entry_vectors, C)
         y_row = y + (pixel * Y_WORDS + here[1] * 4)
-        for step in range(STEPS):
+        next_pixel = pixel + stride * PIXELS
+        next_step = first_step
+        if PARTS > 1:
+            next_pixel = (nought + (job + stride) // PARTS) * PIXELS + own
+            next_step = (job + stride) % PARTS * STEPS
+        for step in range(first_step, first_step + STEPS):
             at = constants + step * 512
             words = ((), ())
             if C.entry > 0:
@@ -622,41 +646,37 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
                     operand, entry, here[0], (stage, phase, base), at, factor, turn, thread, C
                 )  # fmt: skip
             else:
-                bases, stages, stage, phase = wait_stages(stage, phase, base, nought, X_BLOCKS, C)
-                first = start_chunk(0, operand, bases, 0, X_BLOCKS, C)
-                second = start_chunk(1, operand, bases, 0, X_BLOCKS, C)
                 other = PLACE - place
-                if step + 1 < STEPS:
+                if step + 1 < first_step + STEPS:
                     copy_residual(added, pixel, step + 1, here, exists, other, C)
                 else:
-                    copy_inputs(x, added, pixel + stride * PIXELS, geometry, here, C)
+                    copy_inputs(x, added, next_pixel, next_step, geometry, here, C)
                 commit_copies()
                 wait_for_copies(1)
                 residual = (copied(here[0] + place, 0, VECTORS, C), copied(here[0] + place, VECTORS, VECTORS, C))
                 place = other
-                words = finish_chunk(0, 1, first, (), residual, at, factor, C)
-                found = finish_chunk(1, 0, second, (), residual, at, factor, C)
-                words = (words[0] + found[0], words[1] + found[1])
-                release_stages(stages, nought, thread, X_BLOCKS, C)
+                words, stage, phase = residual_step(operand, residual, (stage, phase, base), at, factor, thread, C)
             store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
         if not C.streams:
             fence_registers(operand + entry, turn, 16 * (X_BLOCKS + ENTRY_BLOCKS))
         if C.entry > 0:
-            copy_inputs(x, added, pixel + stride * PIXELS, geometry, here, C)
+            copy_inputs(x, added, next_pixel, next_step, geometry, here, C)
             commit_copies()
-        for part in range(PASSES):
-            z_row = z + (pixel * Z_WORDS + here[1] * 4 + part * 16 * VECTORS)
-            stage, phase = next_pass(y_row, z_row, exists, (stage, phase, base), constants + part * 512, turn, thread, C)
+        if PASSES > 0:
+            for part in range(PASSES):
+                z_row = z + (pixel * Z_WORDS + here[1] * 4 + part * 16 * VECTORS)
+                stage, phase = next_pass(y_row, z_row, exists, (stage, phase, base), constants + part * 512, turn, thread, C)
 
 
 @gluon.jit
 def produce(weight, maps, tiles, width, C: gl.constexpr):
-    """The loader thread: all weights, once for each tile, and strips."""
+    """The loader thread: the weights of each job, and strips."""
     X_BLOCKS: gl.constexpr = C.channels // 128
-    STAGES: gl.constexpr = C.weight_stages
+    PARTS: gl.constexpr = C.parts
+    STAGES: gl.constexpr = C.weight_stages // PARTS
     zero = tiles * 0
     one = zero + 1
-    run(C.fill_constants, "=r,r,r,r,l", [one, zero, one, weight + STAGES * C.stage_bytes])
+    run(C.fill_constants, "=r,r,r,r,l", [one, zero, one, weight + C.weight_stages * C.stage_bytes])
     stage = zero
     parity = one
     strip = zero
@@ -665,18 +685,18 @@ def produce(weight, maps, tiles, width, C: gl.constexpr):
     if C.rows > 0:
         map_arrived(maps)
     for i in range(FIRST_WEIGHTS):
-        run(C.fill, "=r,r,r,r,l", [one, stage, parity, weight + i * C.stage_bytes])
+        run(C.fill, "=r,r,r,r,l", [one, stage, parity, weight + (first % PARTS * STAGES + i) * C.stage_bytes])
         stage, parity = following(stage, parity, C.stages, 1)
     wait_for_previous_kernel()
-    for tile in range(first, tiles, gl.num_programs(0)):
+    for job in range(first, tiles * PARTS, gl.num_programs(0)):
         if C.rows > 0:
             for block in gl.static_range(X_BLOCKS):
                 run(C.strip.copy_strip, "=r,r,r,r,l,r,r", [
-                    one, strip, strip_parity, maps, tile * C.pixels - width - 1, zero + block * C.row_bytes
+                    one, strip, strip_parity, maps, job * C.pixels - width - 1, zero + block * C.row_bytes
                 ])  # fmt: skip
                 strip, strip_parity = following(strip, strip_parity, 2, 1)
-        for number in range(gl.where(tile == first, FIRST_WEIGHTS, 0), STAGES):
-            run(C.fill, "=r,r,r,r,l", [one, stage, parity, weight + number * C.stage_bytes])
+        for i in range(gl.where(job == first, FIRST_WEIGHTS, 0), STAGES):
+            run(C.fill, "=r,r,r,r,l", [one, stage, parity, weight + (job % PARTS * STAGES + i) * C.stage_bytes])
             stage, parity = following(stage, parity, C.stages, 1)
 
 
@@ -722,25 +742,45 @@ class PreparedPair:
         self.launch = ConvLauncher(pair_conv, maxnreg=128, launch_pdl=True)
         self.map = functools.lru_cache(maxsize=None)(row_map)
 
-    def _config(self, width: int) -> PairConv:
-        """The configuration for images of this width; it matters to a 3 x 3 convolution only."""
-        return PairConv(**vars(pair_tile(self.layout, width)))
+    def _config(self, width: int, parts: int) -> PairConv:
+        """The configuration for images of this width, which matters to a 3 x 3 convolution only, and jobs of a part of the
+        outputs."""
+        return PairConv(**vars(pair_tile(self.layout, width, parts)))
 
-    def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         """Computes (y, z) of packed x [N, H, W, bytes], or of the input of the 3 x 3 convolution. `added` is the residual, or
         the input of the shortcut."""
         n, height, width, row_bytes = x.shape
         own_width = width if self.layout.window else 0
-        pixels, config = n * height * width, self.config(own_width)
-        tiles = -(-pixels // config.pixels)
+        pixels = n * height * width
+        tiles = -(-pixels // (64 * PairTile.multipliers))
+        parts = 1 if self.layout.following else third_parts(tiles, self.layout.expanded, self.sm_count)
+        config = self.config(own_width, parts)
         stride = 1 if self.third.second is None else self.third.second.stride[0]
-        y, z, codes, read = (tensor.view(-1).view(torch.int32) for tensor in (*out, added, x))
+        y, codes, read = (tensor.view(-1).view(torch.int32) for tensor in (out[0], added, x))
+        z = None if out[1] is None else out[1].view(-1).view(torch.int32)
         maps = None
         if config.rows:
             maps = self.map(pixels, row_bytes, config.rows, config.row_bytes, x.data_ptr(), x.device)
         self.launch(
-            own_width, (min(tiles, self.sm_count), 1, 1), config.warps,
+            own_width or parts, (min(tiles * parts, self.sm_count), 1, 1), config.warps,
             y, z, None if config.rows else read, codes, self.g, pixels, tiles, height * width, width,
             added.shape[1] * added.shape[2], added.shape[2], stride, maps, self.packed, config,
         )  # fmt: skip
         return out
+
+
+class PreparedThird(ConvPlan):
+    """A 1 x 1 convolution with a residual, prepared for the kernel alone: no convolution follows in it."""
+
+    def __init__(self, spec: ConvSpec, packed: PackedConv, layout: PairLayout, sm_count: int) -> None:
+        super().__init__(spec, packed)
+        steps = U4_STEPS if spec.x == "u4" else 1.0
+        constants = [values.view(torch.int8) for values in (packed.s / steps, packed.b)]
+        self.pair = PreparedPair(spec, layout, torch.cat([packed.weight.reshape(-1), *constants]), packed.g, sm_count)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        assert residual is not None, "choose/conv.py takes this kernel for layers with a residual"
+        return self.pair(x, residual, (self.output(x, out), None))[0]

@@ -13,9 +13,10 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats.conv import SecondProduct
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.conv import WHOLE_WIDTH, pair_refusals, pair_tile, whole_refusals
+from lowbit.kernels.choose.conv import WHOLE_WIDTH, conv_candidates, pair_refusals, pair_tile, third_parts, whole_refusals
 from lowbit.kernels.reference.conv import conv_reference
 from lowbit.kernels.sm90.conv_pair import PairConv, pair_conv
+from lowbit.ops.conv import launcher
 from lowbit.ops.conv_block import block_launcher, prepare_block
 from lowbit.ops.conv_pair import pair_launcher, prepare_pair
 from lowbit.pack.conv_pair import PairLayout
@@ -66,6 +67,26 @@ def test_machine_code(storage, channels, expanded, following, entry, width):
     lines = [line.replace("IGMMA", "HGMMA") for line in kernel.lines]
     last = max(i for i, line in enumerate(lines) if "WARPGROUP.DEPBAR" in line)
     check_straight_line(lines[: last + 1])
+
+
+@pytest.mark.parametrize("storage", ["u4", "s8"])
+def test_one_convolution_alone(storage):
+    config = PairConv(**vars(pair_tile(PairLayout(storage, 512, 2048, 0), 0, 4)))
+    pointers = ["y", "x", "added", "weight"]
+    signature = {"y": "*i32", "z": None, "x": "*i32", "added": "*i32", "g": "fp32"}
+    signature |= dict.fromkeys(("pixels", "tiles", "image", "width", "entry_image", "entry_width", "stride"), "i32")
+    kernel = compile_kernel(
+        pair_conv, signature | {"maps": None, "weight": "*i8"}, config, pointers, config.warps, 90, maxnreg=128
+    )
+    assert kernel.stack_bytes == 0 and kernel.count("IGMMA") == 64 and kernel.count("WARPGROUP.DEPBAR") == 4
+    lines = [line.replace("IGMMA", "HGMMA") for line in kernel.lines]
+    check_straight_line(lines[: max(i for i, line in enumerate(lines) if "WARPGROUP.DEPBAR" in line) + 1])
+
+
+def test_jobs_of_a_tile():
+    assert third_parts(33, 2048, 132) == 4, "132 jobs of 4 iterations"
+    assert third_parts(1, 2048, 132) == 8 and third_parts(1000, 2048, 132) in (1, 2, 4, 8)
+    assert third_parts(5, 256, 132) == 1, "an even number of iterations"
 
 
 def test_refusals():
@@ -183,3 +204,22 @@ def test_codes_of_whole_blocks(storage, channels, expanded, following, sms):
         again = tuple(torch.empty_like(each) for each in out)
         launch(layout.pack(x).contiguous(), layout.pack(added).contiguous(), again)
         assert torch.equal(again[0], out[0]) and torch.equal(again[1], out[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sms", [1, 132])
+@pytest.mark.parametrize(
+    ("storage", "channels", "outputs"), [("u4", 512, 2048), ("s8", 512, 2048), ("u4", 256, 512), ("s8", 128, 512)]
+)
+def test_codes_of_one_convolution(storage, channels, outputs, sms):
+    torch.manual_seed(9)
+    third = layer(channels, outputs, 1, 1, 0, storage, storage, storage)
+    few, layout = dataclasses.replace(typical_machine(90), sm_count=sms), Nhwc64(storage)
+    rows = [row for row in conv_candidates(third.spec, (128, 7, 7), typical_machine(90)) if row.kernel == "sm90/conv_pair"]
+    launch = launcher(third.spec, rows[0].layout.pack_layer(third), rows[0], few)
+    for n, height, width in ((9, 7, 7), (1, 1, 1), (13, 5, 11)):
+        x, added = codes_of(storage, n, channels, height, width), codes_of(storage, n, outputs, height, width)
+        y = torch.full((n, height, width, layout.pixel_bytes(outputs)), 0xA5, dtype=torch.uint8, device="cuda")
+        launch(layout.pack(x).contiguous(), layout.pack(added).contiguous(), None, y)
+        assert torch.equal(layout.unpack(y, outputs), conv_reference(x, third, added)), (n, height, width)
+        assert layout.unpack(y, outputs).unique().numel() > 4
