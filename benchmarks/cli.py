@@ -420,6 +420,57 @@ def e2e(
         say(f"wrote {plot_file}")
 
 
+@app.command(name="features")
+@user_errors
+def features(
+    small: Annotated[Path | None, typer.Argument(help="Folder of a 16-bit chat model; default: the demo's.")] = None,
+    parts: Annotated[str, typer.Option(help="What is measured.")] = "lora,verify,grammar,mixed,guesses",
+    small_scheme: Annotated[str, typer.Option(help="Scheme of that model.")] = "w4a16_g64",
+    model: Annotated[str, typer.Option(help="Shape of the large model: Llama-3-8B, Llama-2-13B.")] = "Llama-3-8B",
+    scheme: Annotated[str, typer.Option(help="Scheme of its layers.")] = "w4a16_g128",
+    head: Annotated[str, typer.Option(help="Scheme of its LM head and embedding.")] = "w8a16",
+    context: Annotated[int, typer.Option(min=1, help="Tokens before a step.")] = 1024,
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-features.json.")
+    ] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
+) -> None:
+    """Time what LoRA adapters, JSON schemas, guessed tokens, and prompts beside decoding cost the engine.
+
+    Steps are of a language model with random weights in a known shape; guesses are of a real model. The file is complete after
+    every row.
+
+    Example: python -m benchmarks features --parts verify,lora
+    """
+    load_layers()
+    from benchmarks.features_report import failed, load, tables
+
+    if report_file is not None:
+        document = load(report_file)
+    else:
+        import torch
+
+        from benchmarks.features import PARTS, FeaturesConfig, run
+        from benchmarks.language_model import SHAPES
+        from lowbit.demo import download_model
+        from lowbit.formats import parse_scheme
+
+        chosen = _parse_names("--parts", parts, PARTS)
+        (shape,) = _parse_names("--model", model, SHAPES)
+        names = [parse_scheme(name).name for name in (small_scheme, scheme, head)]
+        if not torch.cuda.is_available():
+            raise ValueError(f"bench features measures an NVIDIA GPU and torch {torch.__version__} sees none")
+        if small is None and {"grammar", "guesses"} & set(chosen):
+            small = download_model(say)
+        config = FeaturesConfig(chosen, small, names[0], shape, names[1], names[2], context, layers=layers)
+        path, document = run(config, out_file, say)
+        say(f"wrote {path}")
+    out.print(*tables(document), sep="\n\n")
+    for line in failed(document):
+        say(line)
+
+
 @app.command(name="tensor-parallel")
 @user_errors
 def tensor_parallel(
@@ -431,6 +482,7 @@ def tensor_parallel(
     head: Annotated[str, typer.Option(help="Scheme of LM head and embedding of a quantized model, or none.")] = "w8a16",
     dtype: Annotated[str, typer.Option(help="Activations, keys and values: float16 or bfloat16.")] = "float16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
+    requests: Annotated[bool, typer.Option(help="Time whole requests too, which compiles the kernels of prompts.")] = True,
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-..json.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
 ) -> None:
@@ -464,7 +516,7 @@ def tensor_parallel(
             raise ValueError(f"bench tensor-parallel measures NVIDIA GPUs and torch {torch.__version__} sees none")
         config = RanksConfig(
             shape, name, parse_rows(gpus), parse_rows(batches), context, None if head == "none" else parse_scheme(head).name,
-            dtype, layers,
+            dtype, layers, requests,
         )  # fmt: skip
         path, document = run(config, out_file, say)
         say(f"wrote {path}")

@@ -54,7 +54,8 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class RanksConfig:
-    """Configuration of a run: a shape, a scheme or None for 16 bits, and numbers of GPUs."""
+    """Configuration of a run: a shape, a scheme or None for 16 bits, and numbers of GPUs. requests: whole requests are timed
+    too, which compiles the kernels of prompts."""
 
     model: str
     scheme: str | None
@@ -64,6 +65,7 @@ class RanksConfig:
     head: str | None = "w8a16"
     dtype: str = "float16"
     layers: int | None = None
+    requests: bool = True
 
 
 def run(config: RanksConfig, path: Path | None, progress: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
@@ -121,8 +123,9 @@ def _rows_of(gpus: int, config: RanksConfig, bandwidth: float, progress: Callabl
             _compile(engine, batch, config.context)
             for measured in _everywhere(engine, measure, batch, config.context, row["weight_bytes"], bandwidth):
                 yield {**row, "batch": batch, "made_s": time.perf_counter() - started, **measured}
-        progress(f"{said}: requests")
-        yield {**row, "batch": max(config.batches), "step_wall_ms": _step_wall_ms(engine, max(config.batches))}
+        if config.requests:
+            progress(f"{said}: requests")
+            yield {**row, "batch": max(config.batches), "step_wall_ms": _step_wall_ms(engine, max(config.batches))}
     except failures() as error:
         yield {**row, "batch": None, "error": reason(error)}
     finally:

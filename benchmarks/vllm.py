@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,16 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks import results, vllm_report
 from benchmarks.language_model import SHAPES
 from benchmarks.vllm_report import BENCH, SCHEMA
-from lowbit.checkpoint.gptq import Gptq
 from lowbit.eval.results import check_plot, machine, versions, write_json
 from lowbit.formats import parse_scheme
-from lowbit.quantize import rtn
 from lowbit.tune.timing import reason
-from lowbit.vllm.loading import torch_defaults
 
 REPEATS, ENOUGH_S = 3, 4.0
 """A batch is measured this many times, or until this many seconds are spent."""
@@ -61,15 +60,16 @@ PROTOCOL = (
     "memory for the keys and values of the largest batch. One short run to warm up, then the median of "
     f"{REPEATS} runs, fewer after {ENOUGH_S:g} s: tokens_s is tokens made in a run by its seconds, prompts included; first_s "
     "until every request has its first token; step_ms the median time between two steps that both made a token for every "
-    "request. kernels names what vLLM's own methods took. Engines that were started together hold memory and wait while one "
-    "is measured."
+    "request. kernels names what vLLM's own methods took on rank 0. Engines that were started together hold memory and wait "
+    "while one is measured. On several gpus vLLM has a process for each (tensor parallelism; with expert_parallel each has "
+    "some experts, whole)."
 )
 
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """Configuration: batches of `prompt` input tokens and `output` generated tokens each, on `gpus`; `layers` if fewer than
-    all."""
+    """Configuration: batches of `prompt` input tokens and `output` generated tokens each, on `gpus` by tensor parallelism;
+    `layers` if fewer than all. expert_parallel: each GPU has some experts, whole, instead of a part of each."""
 
     model: str
     batches: tuple[int, ...]
@@ -79,6 +79,7 @@ class VllmConfig:
     layers: int | None = None
     dtype: str = "bfloat16"
     eager: bool = False
+    expert_parallel: bool = False
 
 
 def stated(impl: str) -> Mapping[str, Any] | None:
@@ -95,7 +96,7 @@ def write_model(folder: Path, request: VllmConfig, impl: str) -> None:
     """Writes only the config.json of a shape in SHAPES, or of the model in a folder."""
     if request.model in SHAPES:
         config = SHAPES[request.model]()
-        config.architectures = [f"{'OPT' if request.model.startswith('OPT') else 'Llama'}ForCausalLM"]
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
         fields = config.to_dict()
     else:
         fields = json.loads((Path(request.model) / "config.json").read_text())
@@ -115,61 +116,17 @@ def cache_bytes(config: Mapping[str, Any], request: VllmConfig) -> int:
     return blocks * BLOCK * config["num_hidden_layers"] * 2 * kept * size * element
 
 
-def random_weights(module: torch.nn.Module, *_: Any) -> None:
-    """Replaces vLLM's dummy weights, whose codes are uninitialised and whose fp8 is 0. Large products run at the power
-    limit; uniform data draws less power and raises the clock. `lowbit.vllm` creates our weights; vLLM's int4 uses the same."""
-    tensors = module.state_dict()
-    for name, tensor in tensors.items():
-        if name.endswith(".qweight"):
-            _random_int4(tensor, tensors[name.removesuffix("qweight") + "scales"])
-        if tensor.device.type == "meta" or not tensor.numel():
-            continue
-        if not tensor.is_floating_point() or name.endswith(".scales"):
-            continue
-        if "scale" in name:
-            if tensor.dim():  # without the scales of keys and values
-                tensor.uniform_(1e-3, 3e-3)
-        elif tensor.dim() < 2:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            wide = tensor.element_size() > 1
-            made = torch.randn(tensor.shape, dtype=tensor.dtype if wide else torch.float16, device=tensor.device)
-            tensor.copy_(made.mul_(tensor.shape[-1] ** -0.5 if wide else 8.0))
-
-
-def _random_int4(words: torch.Tensor, scales: torch.Tensor) -> None:
-    """Returns rounded normal weights as words [K/8, N] and scales [K/128, N] of GPTQ files."""
-    k, n = 8 * words.shape[0], words.shape[1]
-    with torch_defaults():
-        weight = torch.randn((n, k), dtype=scales.dtype, device=words.device) / k**0.5
-        made = Gptq(bits=4, group=k // scales.shape[0], symmetric=True).write(rtn(weight, f"w4a16_g{k // scales.shape[0]}"))
-    words.copy_(made["qweight"])
-    scales.copy_(made["scales"])
-
-
-def kernels(model: torch.nn.Module) -> list[str]:
-    """Returns the names of vLLM's classes that multiply in the layers of a model, and of the kernels that they chose."""
-    found = set()
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None:
-            chosen = getattr(method, "kernel", None) or getattr(method, "fp8_linear", None)
-            found.add(type(method).__name__ + (f": {type(chosen).__name__}" if chosen is not None else ""))
-    return sorted(found)
-
-
 def started(impl: str, request: VllmConfig) -> Any:
     """Returns vLLM's `LLM` for an implementation. A process creates it once."""
     from vllm import LLM, envs
-    from vllm.model_executor.model_loader import dummy_loader
 
     envs.VLLM_ENABLE_V1_MULTIPROCESSING = False  # run the engine in this process
-    dummy_loader.initialize_dummy_weights = random_weights
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), request, impl)
         config = json.loads((Path(folder) / "config.json").read_text())
         return LLM(
-            folder, skip_tokenizer_init=True, load_format="dummy", dtype=request.dtype, tensor_parallel_size=request.gpus,
+            folder, skip_tokenizer_init=True, load_format="dummy", worker_extension_cls="benchmarks.vllm_worker.RandomModel",
+            dtype=request.dtype, tensor_parallel_size=request.gpus, enable_expert_parallel=request.expert_parallel,
             max_model_len=request.prompt + request.output, max_num_seqs=max(request.batches),
             max_num_batched_tokens=max(request.prompt + request.output, min(PREFILL, max(request.batches) * request.prompt)),
             kv_cache_memory_bytes=cache_bytes(config, request), gpu_memory_utilization=0.05,  # other engines use the rest
@@ -218,7 +175,7 @@ def measure(llm: Any, impl: str, request: VllmConfig) -> Iterator[dict[str, Any]
     """Yields a row for each batch."""
     engine, rng = llm.llm_engine, random.Random(0)
     vocab = engine.model_config.get_vocab_size()
-    taken = llm.apply_model(kernels)[0] if request.gpus == 1 else None
+    taken = llm.collective_rpc("kernels_of_layers")[0]
     own, _, scheme = impl.partition(":")
     for batch in request.batches:
 
@@ -279,7 +236,10 @@ class _Process:
         self.impl, self.batches, self.limit_s = impl, len(request.batches), limit_s
         self.begin, self.load_s, self.error = time.perf_counter(), 0.0, ""
         command = [sys.executable, "-m", "benchmarks.vllm", "--one", impl, json.dumps(asdict(request))]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # A process group of its own, with vLLM's workers.
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -328,8 +288,9 @@ class _Process:
         self.end()
 
     def end(self) -> None:
-        """Ends the process to free its memory."""
-        self.process.kill()
+        """Ends the process and vLLM's workers to free their memory."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -346,11 +307,18 @@ def _one(impl: str, request: VllmConfig) -> None:
         tell({"started": True})
         if not sys.stdin.readline():  # the parent process has ended
             return
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         for row in measure(llm, impl, request):
             tell(row)
     except Exception as error:
         tell({"error": reason(error)})
         raise
+
+
+def _end_with_parent() -> None:
+    """Ends this process and vLLM's workers once the parent process has ended."""
+    sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -362,7 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
+    parser.add_argument("--expert-parallel", action="store_true", help="some experts on each GPU, whole")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="neither compile nor capture")
@@ -399,10 +368,11 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[s
         tuple(options.batches),
         options.prompt,
         options.output,
-        options.gpus,
+        options.tensor_parallel,
         options.layers,
         options.dtype,
         options.eager,
+        options.expert_parallel,
     )
     return run(options.out, options.impls, request, options.together, options.limit)
 

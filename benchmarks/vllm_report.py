@@ -30,9 +30,11 @@ def line(row: Mapping[str, Any]) -> str:
     if row["error"]:
         return f"{name}: {row['error']}"
     step = "no step of all" if row["step_ms"] is None else f"{row['step_ms']:.2f} ms a step"
+    gpus = row["gpus"]
+    each = f", {row['tokens_s'] / gpus:,.0f} for each of {gpus} GPUs" if gpus > 1 else ""
     return (
-        f"{name} batch {row['batch']}: {row['tokens_s']:,.0f} tokens/s, {step}, first tokens after {row['first_s']:.2f} s, "
-        f"started in {row['load_s']:.0f} s, {', '.join(row['kernels'] or ())}"
+        f"{name} batch {row['batch']}: {row['tokens_s']:,.0f} tokens/s{each}, {step}, "
+        f"first tokens after {row['first_s']:.2f} s, started in {row['load_s']:.0f} s, {', '.join(row['kernels'] or ())}"
     )
 
 

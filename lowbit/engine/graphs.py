@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+_of_ranks: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+"""Graphs of this process that were captured while it belonged to a group of ranks."""
+
+
+def release_graphs_of_ranks() -> None:
+    """Frees the graphs that may contain operations of several ranks; none of them can be replayed any more.
+
+    NCCL keeps a communicator until all graphs with its operations are gone: neither its end nor its abort returns before.
+    """
+    for graph in list(_of_ranks):
+        graph.reset()
+    _of_ranks.clear()
 
 
 class Graphs:
@@ -33,7 +47,10 @@ class Graphs:
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             # A thread of torch.distributed asks for events at any time, which a capture of all threads would not survive.
-            mode = "thread_local" if torch.distributed.is_initialized() else "global"
+            several = torch.distributed.is_initialized()
+            mode = "thread_local" if several else "global"
+            if several:
+                _of_ranks.add(graph)
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
                 tensors = run()
         return graph, tensors

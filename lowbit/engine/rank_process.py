@@ -13,6 +13,7 @@ import torch
 
 from lowbit.engine.engine import Engine
 from lowbit.engine.failure import one_line
+from lowbit.engine.graphs import release_graphs_of_ranks
 from lowbit.engine.kernels import use_kernels
 from lowbit.engine.lockstep import Follower
 from lowbit.engine.rank_processes import Job
@@ -56,6 +57,9 @@ def _follow(connection: Connection) -> None:
         with torch.inference_mode():
             while (told := pickle.loads(connection.recv_bytes()))[0] != "end":
                 follower.run(*told)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        release_graphs_of_ranks()
     ranks.leave()
 
 

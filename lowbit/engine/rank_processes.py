@@ -29,10 +29,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transformers import PreTrainedModel
 
 from lowbit.engine.failure import RankFailed, one_line
+from lowbit.engine.graphs import release_graphs_of_ranks
 from lowbit.engine.shard_loading import ShardSource, check_part, load_part
 from lowbit.models.source import ResolvedSource
 from lowbit.ops.ranks import WAIT, Ranks, prepare_libraries
@@ -40,7 +42,7 @@ from lowbit.ops.ranks import WAIT, Ranks, prepare_libraries
 T = TypeVar("T")
 
 SECONDS_TO_END = 5.0
-"""How long a rank may take to end after it was told to, before it is killed."""
+"""How long a rank may take to end after it was told to, before it is killed; also work on the GPU, and the end of NCCL."""
 
 
 MakeModel = Callable[[int, torch.device], PreTrainedModel]
@@ -79,6 +81,9 @@ class LeadingRanks(Ranks):
         self.on_failure: Callable[[], object] = lambda: None
         """Called, by a thread of its own, once a rank has failed."""
         self._ended = self._joined = self._have_engines = False
+        self._stuck = False
+        """True if work on the GPU or NCCL did not end: the end of this process would wait for it."""
+        self._aborting: threading.Thread | None = None
         self._changed = threading.Condition()
         self._loaded = 0
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -95,9 +100,28 @@ class LeadingRanks(Ranks):
         with self._changed:
             self._changed.wait_for(lambda: self.failure or self._loaded == self.size - 1)
         self.tell("join")
+        errors: list[BaseException | None] = []
+
+        def connect() -> None:
+            error = None
+            try:
+                Ranks.__init__(self, 0, self.size, self.device, self._store.port, store=self._store)
+            except BaseException as raised:  # noqa: BLE001 - raised again in the thread that waits
+                error = raised
+            with self._changed:
+                errors.append(error)
+                self._changed.notify_all()
+
+        # In a thread of its own, as both NCCL and gloo would wait on for a rank that ends meanwhile.
+        threading.Thread(target=connect, daemon=True).start()
         with self.guarded():
-            super().__init__(0, self.size, self.device, self._store.port, store=self._store)
-        self._joined = True
+            with self._changed:
+                self._changed.wait_for(lambda: self.failure or errors)
+            if errors and errors[0] is not None:
+                raise errors[0]
+            self._joined = bool(errors)
+            self._stuck = not errors
+            self.check()
 
     def make_engines(self, options: dict[str, Any]) -> None:
         """Lets all other ranks make their engine with these arguments, as this one is about to. Raises ValueError if they have
@@ -151,35 +175,51 @@ class LeadingRanks(Ranks):
                 raise RankFailed(self.failure) from error
             raise
 
+    def total(self, x: Tensor, phase: int) -> Tensor:
+        with self.guarded():
+            return super().total(x, phase)
+
+    def gathered(self, x: Tensor, columns: int) -> Tensor:
+        with self.guarded():
+            return super().gathered(x, columns)
+
+    def least(self, number: int) -> int:
+        with self.guarded():
+            found = super().least(number)
+            self.check()  # an operation that was aborted returns anything
+            return found
+
     def fail(self, reason: str) -> None:
         """Ends all other ranks for a reason; only the first one counts."""
         with self._changed:
             if self.failure or self._ended:
                 return
             self.failure = reason
+            if self._joined:  # in a thread of its own: NCCL's abort returns once all graphs with its operations are gone
+                self._aborting = threading.Thread(target=self._abort, daemon=True)
             self._changed.notify_all()
         for process in self.processes:
             process.kill()
+        if self._aborting is not None:
+            self._aborting.start()
         self.on_failure()
-        if self._joined:
-            with contextlib.suppress(RuntimeError, AttributeError):  # of a group that PyTorch has ended by itself
-                self.abort()
+
+    def _abort(self) -> None:
+        with contextlib.suppress(RuntimeError, AttributeError):  # of a group that PyTorch has ended by itself
+            self.abort()
 
     def end(self) -> None:
         """Ends the other ranks, which frees their GPUs."""
         if self._ended:
             return
-        atexit.unregister(self.end_with_interpreter)
         told = False
         if not self.failure:
             with contextlib.suppress(RankFailed):
                 self.tell("end")
                 told = True
         self._ended = True
-        # After a failure NCCL's operations were aborted, and a GPU may still wait for a rank that has ended.
-        if self._joined and (told or self.device.type == "cpu"):
-            with contextlib.suppress(RuntimeError):
-                self.leave()
+        if self._joined:
+            self._stuck = not self._leave_in_time(told)
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS_TO_END)
@@ -187,21 +227,34 @@ class LeadingRanks(Ranks):
             process.wait()
         for connection in self._connections:
             connection.close()
+        if not self._stuck:
+            atexit.unregister(self.end_with_interpreter)
 
     def end_with_interpreter(self) -> None:
-        """Ends the other ranks; if work on this rank's GPU waits for a rank that has ended, ends this process at once, with
-        status 1: the interpreter's end would wait for that work."""
-        failed = bool(self.failure)
+        """Ends the other ranks; if NCCL, or work on this rank's GPU, waits for a rank that has ended, ends this process at
+        once, with status 1: the interpreter's end would wait too."""
         self.end()
-        if not failed or self.device.type != "cuda":
-            return
-        done, deadline = torch.cuda.Event(), time.monotonic() + SECONDS_TO_END
-        done.record(torch.cuda.current_stream(self.device))
-        while not done.query():
-            if time.monotonic() > deadline:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)
+        if self._stuck:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _leave_in_time(self, told: bool) -> bool:
+        """Leaves the group. Returns whether this rank's GPU is idle and NCCL has ended, in the seconds that both have. `told`:
+        all ranks leave together; otherwise one has failed, and NCCL's operations were aborted."""
+        if self.device.type == "cpu":
+            with contextlib.suppress(RuntimeError):
+                self.leave()
+            return True
+        if not _becomes_idle(self.device):
+            return False
+        release_graphs_of_ranks()
+        leaving = threading.Thread(target=self.leave, daemon=True) if told else self._aborting
+        if leaving is not None:
+            if told:
+                leaving.start()
+            leaving.join(SECONDS_TO_END)
+        return leaving is None or not leaving.is_alive()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
         """Reads a rank's messages until it ends."""
@@ -296,6 +349,20 @@ def rank_refusals(size: int, device: torch.device) -> tuple[str, ...]:
             "it in a program without a group (not one that torchrun started)"
         )
     return tuple(reasons)
+
+
+def _becomes_idle(device: torch.device) -> bool:
+    """Waits for the work of a GPU, up to SECONDS_TO_END. Returns False if it takes longer or ends in a CUDA error."""
+    deadline = time.monotonic() + SECONDS_TO_END
+    with contextlib.suppress(RuntimeError):
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(device))
+        while not done.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+    return False
 
 
 def _started(job: Job) -> tuple[subprocess.Popen[bytes], Connection]:

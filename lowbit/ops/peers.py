@@ -51,6 +51,8 @@ class Peers:
             self._memory = symmetric.empty(count, dtype=torch.int16, device=device)
             handle = symmetric.rendezvous(self._memory, dist.group.WORLD)  # type: ignore[arg-type]
             buffers = [handle.get_buffer(r, (count,), torch.int16, 0) for r in range(size)]
+            if buffers[rank].data_ptr() != self._memory.data_ptr():
+                raise RuntimeError("torch's peer memory begins elsewhere than the tensor in it")
         except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # of torch's version, or of the machine
             reason = " ".join(str(error).split())
         if agreed(not reason) == 0:

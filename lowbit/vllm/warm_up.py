@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.nn import QuantLinear
@@ -92,10 +93,16 @@ def compile_soon(kernels: Sequence[RecordedKernel], sm: int) -> None:
     from lowbit.kernels.parts.compile import compiled
 
     if _queued is None:
-        for _ in compiled(kernels, sm):
+        for _ in compiled(in_own_order(kernels), sm):
             pass
         return
     _queued.extend((kernel, sm) for kernel in kernels if (kernel, sm) not in _queued)
+
+
+def in_own_order(kernels: Sequence[RecordedKernel]) -> Sequence[RecordedKernel]:
+    """Returns kernels in the order in which this process compiles them. All ranks compile the same ones into one cache, so
+    that every other rank begins with the last, and finds in the cache what another has compiled meanwhile."""
+    return kernels[::-1] if dist.is_initialized() and dist.get_rank() % 2 else kernels
 
 
 def form_of(layer: QuantLinear) -> tuple[Any, ...]:

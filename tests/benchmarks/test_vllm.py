@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import vllm_report
-from benchmarks.vllm import OWN, RIVALS, VllmConfig, cache_bytes, main, random_weights, run, stated, write_model
+from benchmarks.vllm import OWN, RIVALS, VllmConfig, cache_bytes, main, run, stated, write_model
+from benchmarks.vllm_weights import random_weights
 from lowbit.picture import LIGHT
 from tests.vllm.folders import SETTINGS, plain
 
@@ -33,6 +34,12 @@ def test_a_model_is_its_shape(tmp_path):
     assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == 2
     assert (config["hidden_size"], config["intermediate_size"], config["vocab_size"]) == (4096, 14336, 128256)
     assert config["quantization_config"] == {"quant_method": "lowbit", "scheme": "w4a16_g128"}
+
+
+@pytest.mark.parametrize(("model", "kind"), [("OPT-30B", "OPTForCausalLM"), ("Qwen3-30B-A3B", "Qwen3MoeForCausalLM")])
+def test_a_model_has_its_class(tmp_path, model, kind):
+    write_model(tmp_path, VllmConfig(model, (1,), 8, 4), "vllm:bf16")
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [kind]
 
 
 def test_memory_for_keys_and_values(tmp_path):
@@ -66,7 +73,7 @@ def test_int4_of_vllm_are_weights_as_ours():
     for name, shape, dtype in (("qweight", (k // 8, n), torch.int32), ("qzeros", (k // 128, n // 8), torch.int32)):
         module[0].register_buffer(name, torch.zeros(shape, dtype=dtype))
     module[0].register_buffer("scales", torch.zeros(k // 128, n, dtype=torch.bfloat16))
-    random_weights(module)
+    random_weights(module[0])
     shifts = 4 * torch.arange(8, dtype=torch.int32)
     codes = ((module[0].qweight[:, None] >> shifts[:, None]) & 15).reshape(k, n) - 8
     weight = codes * module[0].scales.double().repeat_interleave(128, 0)
@@ -128,7 +135,7 @@ vllm:bf16) echo '{"started": true}'; exec 0<&-; touch "$0.gone";;
 *) echo '{"started": true}'; read line
    while [ ! -e "$0.gone" ]; do sleep 0.1; done
    kill -0 "$(cat "$0.silent")" 2> "$0.error" && alone=false || alone=true
-   row='"impl": "vllm", "scheme": "int4", "tokens_s": 1, "first_s": 1, "step_ms": null, "kernels": null, "error": null'
+   row='"impl": "vllm", "scheme": "int4", "gpus": 1, "tokens_s": 1, "first_s": 1, "step_ms": null, "kernels": [], "error": null'
    echo "{$row, \\"batch\\": 1, \\"alone\\": $alone}"; echo "{$row, \\"batch\\": 3}"; exit 3;;
 esac
 """
@@ -152,15 +159,18 @@ def test_engines_that_fall_silent_or_end_leave_the_others_alone(tmp_path, monkey
 
 
 @needs_vllm
-def test_a_whole_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("gpus", "impls"), [(1, ["lowbit:w4a16_g32", "vllm:bf16"]), (2, ["lowbit:w4a16_g32"])])
+def test_a_whole_run(tmp_path, monkeypatch, gpus, impls):
+    """Two ranks are two more processes."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
-    request = VllmConfig(str(plain(tmp_path / "model")), (1, 3), 16, 8, eager=True)
-    document = run(tmp_path / "out.json", ["lowbit:w4a16_g32", "vllm:bf16"], request, together=2)
-    assert [(row["impl"], row["scheme"], row["batch"]) for row in document["rows"]] == [
-        ("lowbit", "w4a16_g32", 1), ("lowbit", "w4a16_g32", 3), ("vllm", "bf16", 1), ("vllm", "bf16", 3)
-    ]  # fmt: skip
+    request = VllmConfig(str(plain(tmp_path / "model")), (1, 3), 16, 8, eager=True, gpus=gpus)
+    document = run(tmp_path / "out.json", impls, request, together=2)
+    assert [(f"{row['impl']}:{row['scheme']}", row["batch"]) for row in document["rows"]] == [
+        (impl, batch) for impl in impls for batch in (1, 3)
+    ]
     for row in document["rows"]:
-        assert row["error"] is None and row["tokens_s"] > 0 and (row["prompt"], row["output"], row["gpus"]) == (16, 8, 1)
+        assert row["error"] is None and row["tokens_s"] > 0 and (row["prompt"], row["output"], row["gpus"]) == (16, 8, gpus)
         assert row["step_ms"] > 0 and 0 < row["first_s"] < max(row["runs_s"])
         assert any("Lowbit" in kernel for kernel in row["kernels"]) == (row["impl"] == "lowbit")
+        assert ("for each of 2 GPUs" in vllm_report.line(row)) == (gpus == 2)

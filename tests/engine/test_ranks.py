@@ -16,7 +16,17 @@ import transformers
 
 import lowbit
 from lowbit.checkpoint.numerics import read as read_numerics
-from lowbit.engine import Engine, EngineFailed, Grammar, GrammarCompiler, RankFailed, Request, RequestFailed, Sampling
+from lowbit.engine import (
+    Engine,
+    EngineFailed,
+    Grammar,
+    GrammarCompiler,
+    RankFailed,
+    Request,
+    RequestFailed,
+    Sampling,
+    rank_process,
+)
 from lowbit.engine.rank_processes import load_ranks, start_ranks
 from lowbit.engine.shard_loading import load_part
 from lowbit.models import numerics
@@ -172,9 +182,7 @@ def fails_on_rank_1(rank, device, folder):
     """A rank that cannot load its part."""
     if rank:
         raise MemoryError("no memory for its part")
-    return load_part(
-        rank, device, source=folder, ranks=2, scheme=None, dtype=None, head=None, batch_invariant=False, verify=False
-    )
+    return load_tiny(rank, device, folder)
 
 
 def fails_on_rank(engine, rank):
@@ -198,6 +206,61 @@ def test_an_error_of_a_rank_is_the_reason(tmp_path):
     finally:
         ranks.end()
     assert time.monotonic() - begun < 60
+
+
+def load_tiny(rank, device, folder):
+    return load_part(
+        rank, device, source=folder, ranks=2, scheme=None, dtype=None, head=None, batch_invariant=False, verify=False
+    )
+
+
+def ends_while_joining(rank, device, folder):
+    """Its part; rank 1 ends once rank 0 connects with it."""
+    if rank:
+        rank_process.Ranks = lambda *arguments: time.sleep(0.5) or os._exit(3)
+    return load_tiny(rank, device, folder)
+
+
+def fails_in_its_engine(rank, device, folder):
+    """Its part; rank 1 has no memory for slots."""
+    if rank:
+        rank_process.Engine = no_memory
+    return load_tiny(rank, device, folder)
+
+
+def no_memory(*arguments, **options):
+    raise MemoryError("no memory for slots")
+
+
+JOINING = """
+import functools, sys, torch
+from lowbit.engine import RankFailed
+from lowbit.engine.rank_processes import start_ranks
+from tests.engine.test_ranks import ends_while_joining
+try:
+    start_ranks(functools.partial(ends_while_joining, folder=sys.argv[1]), 2, torch.device("cpu"))
+except RankFailed as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_rank_that_ends_while_all_join(tmp_path):
+    """Rank 0 says so, and ends with status 1, as its connecting thread may wait for ever."""
+    save_tiny(tmp_path, dtype=torch.float32)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", JOINING, str(tmp_path)], cwd=ROOT, text=True, capture_output=True, timeout=90
+    )
+    assert (done.stdout.strip(), done.returncode) == ("rank 1: ended with status 3", 1), done.stderr[-2000:]
+
+
+def test_a_rank_without_an_engine(tmp_path):
+    save_tiny(tmp_path, dtype=torch.float32)
+    model, ranks = start_ranks(functools.partial(fails_in_its_engine, folder=str(tmp_path)), 2, CPU)
+    try:
+        with pytest.raises(RankFailed, match="rank 1: MemoryError: no memory for slots"):
+            Engine(model, ranks=ranks, max_concurrent=2, cache_bytes=1 << 24)
+    finally:
+        ranks.end()
 
 
 LEADER = """

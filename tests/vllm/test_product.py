@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowbit.formats import QuantTensor
 from lowbit.nn import QuantLinear
@@ -17,6 +18,7 @@ from lowbit.vllm.warm_up import (
     compile_kernels,
     compile_soon,
     form_of,
+    in_own_order,
     named_kernels,
     together,
     token_counts,
@@ -120,6 +122,17 @@ def test_kernels_of_all_layers_are_compiled_at_once(monkeypatch):
         raise ValueError("of a layer")
     compile_soon(["f"], 90)
     assert done == [(["a"], 90), (["b", "c", "d"], 90), (["f"], 90)]
+
+
+@pytest.mark.parametrize(("rank", "kernels"), [(0, ["a", "b", "c"]), (1, ["c", "b", "a"]), (2, ["a", "b", "c"])])
+def test_every_other_rank_compiles_from_the_end(rank, kernels):
+    """Two ranks compile half of the kernels each and find the other half in the cache."""
+    assert in_own_order(["a", "b", "c"]) == ["a", "b", "c"], "without ranks"
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+    try:
+        assert in_own_order(["a", "b", "c"]) == kernels
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_layers_that_are_not_batch_invariant_are_named():

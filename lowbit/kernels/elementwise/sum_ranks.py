@@ -138,7 +138,8 @@ class SumRanksPlan:
         threads, chunks = shape_of(width)
         overlap = machine.arch.sm >= 90
         self.constants = (rank, ranks, rows, phase, width, threads, VECTOR, chunks, overlap)
-        self.launch = Launcher(sum_ranks, (m, 1, 1), threads // 32, overlap=overlap)
+        # A launcher keeps the kernel of its first call, and both kernels have a plan's shape.
+        self.launch, self.launch_alone = (Launcher(sum_ranks, (m, 1, 1), threads // 32, overlap=overlap) for _ in range(2))
 
     def __call__(
         self, h: Tensor | None, y: Tensor, gamma: Tensor | None, places: Tensor, stop: Tensor, factor: float = 1.0
@@ -147,5 +148,6 @@ class SumRanksPlan:
         x = torch.empty_like(y)
         squares = None if h is None else y.new_empty((1, self.m), dtype=torch.float32)
         if self.m:
-            self.launch(x, squares, h, y, gamma, places, stop, factor, *self.constants)
+            launch = self.launch_alone if h is None else self.launch
+            launch(x, squares, h, y, gamma, places, stop, factor, *self.constants)
         return x, squares

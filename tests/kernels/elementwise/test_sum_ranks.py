@@ -21,6 +21,7 @@ from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
 from lowbit.kernels.elementwise.sum_ranks import EMPTY, SumRanksPlan
+from lowbit.kernels.parts.launch import recording
 
 gpu = pytest.mark.gpu
 ROWS = 5
@@ -139,6 +140,18 @@ def interpreted_stop():
     y = torch.zeros(1, 40, dtype=torch.float16)
     plan = SumRanksPlan(1, 40, 0, 2, ROWS, 0, typical_machine(80))
     plan(None, y, None, memories.places, memories.stop)
+
+
+def test_a_plan_has_a_kernel_with_h_and_one_without():
+    """Decode steps add to h, prompts of as many tokens do not."""
+    plan = SumRanksPlan(4, 64, 0, 2, ROWS, 0, typical_machine(90))
+    y, h, gamma = torch.zeros(4, 64).half(), torch.zeros(4, 64).half(), torch.zeros(64)
+    memory = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    with recording() as kernels:
+        for _ in range(2):
+            plan(h, y, gamma, *memory)
+            plan(None, y, None, *memory)
+    assert [kernel.arguments[2] is None for kernel in kernels] == [False, True]
 
 
 def test_sums_without_a_gpu():

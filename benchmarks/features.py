@@ -1,0 +1,352 @@
+"""`python -m benchmarks features`: what adapters, grammars, guessed tokens, and prompts beside decoding cost a step.
+
+Steps are of a language model of a known shape with random weights; guesses, which depend on the text, of a real small model.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import itertools
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import lowbit
+from benchmarks.e2e import DTYPES, REPLAYS, fill, place, times_us
+from benchmarks.features_report import FEATURES, SCHEMA
+from benchmarks.language_model import meta_model, random_model
+from benchmarks.results import default_path, machine
+from lowbit.checkpoint.target import check_file
+from lowbit.engine import Engine, Grammar, GrammarCompiler, Request, Sampling
+from lowbit.engine.block_pool import pages_for
+from lowbit.engine.program import DecodeProgram
+from lowbit.engine.verify_runner import VerifyRow
+from lowbit.eval.results import versions, write_json
+from lowbit.models.skeleton import tokenizer_of
+from lowbit.tune.timing import failures, reason, warm_up
+
+PARTS = ("lora", "verify", "grammar", "mixed", "guesses")
+RANK, ADAPTERS = 16, 4
+ROUNDS = 3
+"""Number of times that wall times are measured, in turn; the median counts."""
+USERS, PROMPT, OUTPUT, REQUESTS = 32, 512, 128, 160
+"""Of mixed steps: sequences at once, tokens of prompts and answers, requests."""
+LOAD = 0.95
+CACHE_BYTES = 12 << 30
+"""Keys and values: those of 64 sequences of 1,120 tokens of Llama-3-8B are 9.4 GB."""
+
+PROTOCOL = (
+    "Gaussian weights in the shape of the model. lora, verify: median of replays of the CUDA graph that the engine runs, timed "
+    "with events, at a context of `context` tokens. lora: adapters of rank 16 in all seven layers, random, of four names; one "
+    "row has one of them, several rows take turns with each and with none. verify: guessed tokens of one sequence in one step, "
+    "beside a step of one token. grammar: wall time per token of 16 sampled sequences, with a JSON schema (strings of any "
+    f"length) and without, median of {ROUNDS} rounds in turn; all tokens are random, as the weights are. mixed: {REQUESTS} "
+    f"requests of {PROMPT} + {OUTPUT} tokens, {USERS} at once. Capacity is tokens/s with a request waiting always; at "
+    f"{LOAD:.0%} of it requests come at equal intervals, and the times between a sequence's tokens are those on the host. "
+    "Apart: prompts in chunks of up to 1,024 tokens run between steps. Mixed: prompts and steps in one forward, sized to the "
+    f"step's limit. guesses: greedy tokens/s of a real model by prompt lookup of up to 7 tokens and without, from Python, "
+    f"median of {ROUNDS} rounds in turn."
+)
+
+PAGE = (
+    "The lighthouse at the northern cape was built in 1871 by the harbour board of the town. Its tower is thirty metres "
+    "high and stands on a rock that the sea covers twice a day. Until 1932 a keeper lived in it with his family and "
+    "carried oil up the hundred and sixty steps every evening. Then the lamp became electric, and the keeper moved to the "
+    "village. In the storm of 1953 waves broke the windows of the lantern room, and the light went out for the first "
+    "time. Fishermen lit fires on the beach that night, and no boat was lost. Today the light is switched on by a "
+    "computer in the capital, and the tower is a museum that opens in summer. Visitors may climb the steps, see the old "
+    "oil lamp, and read the diary in which the keepers wrote down every ship that passed. The last entry says that the "
+    "fog had lifted and that the sea was calm."
+)
+TASKS = {
+    "summary": f"Summarize the text below in its own sentences, word for word, beginning with the first one.\n\n{PAGE}",
+    "code": "Rewrite this function with the name `total` instead of `s`, and nothing else changed:\n\ndef mean(values):\n"
+    "    s = 0\n    for value in values:\n        s = s + value\n    return s / len(values)\n",
+    "prose": "Tell me a story about a girl who finds a door in the forest.",
+}
+TASK_TOKENS = 200
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """Configuration of a run: the parts, the folder of the small model (its tokenizer for grammars, itself for guesses) and its
+    scheme, the shape and scheme of the large one."""
+
+    parts: tuple[str, ...]
+    small: Path | None
+    small_scheme: str
+    model: str
+    scheme: str
+    head: str
+    context: int
+    dtype: str = "float16"
+    layers: int | None = None
+
+
+def run(config: FeaturesConfig, path: Path | None, progress: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """Measures everything and writes the result file after each row. Returns its path and document."""
+    about = machine()
+    today = datetime.date.today()
+    path = path or default_path(about["gpu"], today).with_name(f"{today.isoformat()}-features.json")
+    check_file(path, FEATURES)
+    warm_up()
+    rows: list[Row] = []
+    document: dict[str, Any] = {
+        "result": FEATURES, "schema": SCHEMA, "date": today.isoformat(), "complete": False, "machine": about,
+        "versions": versions(("transformers",)), "model": config.model, "scheme": config.scheme, "head": config.head,
+        "context": config.context, "layers": config.layers, "small": None if config.small is None else config.small.name,
+        "small_scheme": config.small_scheme, "protocol": PROTOCOL, "rows": rows,
+    }  # fmt: skip
+    measured = {"lora": _lora, "verify": _verified, "grammar": _grammar, "mixed": _mixed, "guesses": _guesses}
+    for part in config.parts:
+        progress(part)
+        try:
+            for row in measured[part](config, progress):
+                rows.append({"part": part, "error": None, **row})
+                write_json(path, document)
+        except failures() as error:
+            rows.append({"part": part, "what": None, "error": reason(error)})
+            write_json(path, document)
+        gc.collect()
+        torch.cuda.empty_cache()
+    document["complete"] = True
+    write_json(path, document)
+    return path, document
+
+
+def _model(config: FeaturesConfig) -> PreTrainedModel:
+    return random_model(
+        config.model, config.scheme, config.head, DTYPES[config.dtype], torch.device("cuda"), config.layers
+    )  # fmt: skip
+
+
+def _engine(model: PreTrainedModel, progress: Callable[[str], None], **options: Any) -> Engine:
+    """Returns an engine with all its kernels compiled and random keys and values in its pages."""
+    engine = Engine(model, prefix_caching=False, cache_bytes=CACHE_BYTES, **options)
+    if not isinstance(engine.program, DecodeProgram) or engine.program.cache is None:
+        raise ValueError(f"there is no decode program: {'; '.join(engine.program.reasons)}")
+    for stage in engine.compile():
+        progress(f"compiling, {stage.done} of {stage.total} kernels")
+    for pages in engine.program.cache.layers:
+        fill(pages)
+    return engine
+
+
+def _ratio(what: str, rows: int, plain: float, taken: float, **more: Any) -> Row:
+    return {"what": what, "rows": rows, "plain_us": plain, "us": taken, "ratio": taken / plain, **more}
+
+
+@torch.inference_mode()
+def _step_us(engine: Engine, rows: int, context: int, adapters: Sequence[tuple[int, int]] = ()) -> float:
+    """Returns the median microseconds of a step of the first slots, with the adapters (slot, number)."""
+    tokens = 4 * REPLAYS
+    place(engine, rows, context, tokens)
+    engine.slots.update([], [], adapters)
+    return statistics.median(times_us(engine.decode_runner.launch(range(rows), False, context + tokens)))
+
+
+def _lora(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[Row]:
+    model, batches = _model(config), (1, 4, 16, 64)
+    options = {"max_concurrent": max(batches), "max_length": config.context + 4 * REPLAYS}
+    times: list[list[float]] = []
+    with tempfile.TemporaryDirectory(prefix="adapters-") as work:
+        folders = {str(i): write_adapter(Path(work) / str(i), meta_model(config.model, DTYPES[config.dtype], config.layers), i)
+                   for i in range(ADAPTERS)}  # fmt: skip
+        for lora in (None, folders):
+            engine = _engine(model, progress, lora=lora, **options)
+            numbers = [[(0, 0)] if rows == 1 else [(i, i % (ADAPTERS + 1) - 1) for i in range(rows)] for rows in batches]
+            times.append(
+                [
+                    _step_us(engine, rows, config.context, chosen if lora else ())
+                    for rows, chosen in zip(batches, numbers, strict=True)
+                ]
+            )
+            del engine
+            gc.collect()
+            torch.cuda.empty_cache()
+    for rows, plain, taken in zip(batches, *times, strict=True):
+        yield _ratio(f"adapters of rank {RANK} in all layers", rows, plain, taken)
+
+
+def write_adapter(folder: Path, model: nn.Module, seed: int) -> Path:
+    """Writes an adapter of rank 16 for the linear layers of a model's decoder layers, of small random numbers, as PEFT does."""
+    generator = torch.Generator().manual_seed(seed)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linears = {name: of for name, of in model.named_modules() if isinstance(of, nn.Linear) and of is not head}
+    tensors = {}
+    for name, of in linears.items():
+        for part, size in (("A", (RANK, of.in_features)), ("B", (of.out_features, RANK))):
+            made = torch.randn(size, generator=generator) * 0.01
+            tensors[f"base_model.model.{name}.lora_{part}.weight"] = made.half()
+    folder.mkdir(parents=True)
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    targets = sorted({name.rpartition(".")[2] for name in linears})
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
+    return folder
+
+
+@torch.inference_mode()
+def _verified(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[Row]:
+    tokens = 4 * REPLAYS
+    engine = _engine(_model(config), progress, max_concurrent=8, max_length=config.context + tokens, speculate=7)
+    runner = engine.runner.verify_runner
+    assert runner is not None
+    plain = _step_us(engine, 1, config.context)
+    for count in (2, 4, 8):
+        place(engine, 1, config.context, tokens)
+        rows = [VerifyRow(0, 5 + i, config.context + i, i) for i in range(count)]
+        taken = statistics.median(times_us(runner.launch(rows, False, config.context + tokens)))
+        yield _ratio("tokens of one sequence verified", count, plain, taken)
+
+
+def _small(config: FeaturesConfig) -> Path:
+    if config.small is None:
+        raise ValueError("needs the folder of a small model: name one as the argument")
+    return config.small
+
+
+def _grammar(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[Row]:
+    users, limit = 16, 160
+    model = _model(config)
+    vocab, tokenizer = model.config.get_text_config().vocab_size, tokenizer_of(_small(config), None)
+    engine = _engine(model, progress, max_concurrent=users, max_length=512)
+    stops = [_stop(tokenizer)]
+    compiler = GrammarCompiler(tokenizer, vocab, stops)
+    grammar = compiler.compile(Grammar.json_schema({"type": "array", "items": {"type": "string"}, "minItems": 400}))
+
+    def per_token(of: Any) -> float:
+        requests = [
+            Request(list(range(9, 40 + i)), limit, Sampling(temperature=1.0, seed=i), frozenset(stops) if of else frozenset(),
+                    grammar=of)
+            for i in range(users)
+        ]  # fmt: skip
+        begun, done = time.perf_counter(), engine.generate(requests)
+        taken = time.perf_counter() - begun
+        shortest = min(len(sequence.sampled) for sequence in done)
+        if shortest < limit:
+            raise ValueError(f"a text of the grammar ended after {shortest} of {limit} tokens")
+        return 1e6 * taken / limit
+
+    for of in (None, grammar):
+        per_token(of)  # captures
+    times = [(per_token(None), per_token(grammar)) for _ in range(ROUNDS)]
+    plain, taken = (statistics.median(column) for column in zip(*times, strict=True))
+    yield _ratio("JSON schema", users, plain, taken)
+
+
+def _stop(tokenizer: PreTrainedTokenizerBase) -> int:
+    stop = tokenizer.eos_token_id
+    if not isinstance(stop, int):
+        raise ValueError(f"the tokenizer has no end-of-text token, but {stop!r}")
+    return stop
+
+
+def _mixed(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[Row]:
+    model = _model(config)
+    for what in ("apart", "mixed"):
+        limit = {"step_ms": None} if what == "apart" else {}
+        engine = _engine(model, progress, max_concurrent=USERS, max_length=pages_for(PROMPT + OUTPUT) * 128, **limit)
+        if what == "apart":  # as before steps could have both
+            engine.mixed_runner.takes = lambda chunks, rows: False  # type: ignore[method-assign]
+        _served(engine, 2 * USERS, None, seed=0)  # captures
+        progress(f"{what}, as many as it takes")
+        capacity, _ = _served(engine, REQUESTS, None, seed=1)
+        progress(f"{what}, {LOAD:.0%} of it")
+        reached, gaps = _served(engine, REQUESTS, OUTPUT / (LOAD * capacity), seed=2)
+        yield {
+            "what": what, "rows": USERS, "tokens_per_s": capacity, "loaded_tokens_per_s": reached,
+            "median_ms": statistics.median(gaps), "p99_ms": sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1],
+        }  # fmt: skip
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _served(engine: Engine, count: int, interval: float | None, seed: int) -> tuple[float, list[float]]:
+    """Runs requests that come every `interval` seconds; None: as soon as fewer than USERS run. Returns (tokens/s, milliseconds
+    between a sequence's tokens)."""
+    vocab = engine.slots.sampling.counts.shape[1]
+    generator = torch.Generator().manual_seed(seed)
+    came: list[list[float]] = [[] for _ in range(count)]
+
+    def request(i: int) -> Request:
+        prompt = torch.randint(vocab, (PROMPT,), generator=generator).tolist()
+
+        def on_token(token: object) -> bool:
+            came[i].append(time.perf_counter())
+            return False
+
+        return Request(prompt, OUTPUT, on_token=on_token)
+
+    waiting = [request(i) for i in range(count)]
+    running: list[Any] = []
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    started = 0
+    while started < count or running:
+        due = count if interval is None else int((time.perf_counter() - begun) / interval) + 1
+        while started < min(count, due) and (interval is not None or len(running) < USERS):
+            running.append(engine.submit(waiting[started]))
+            started += 1
+        if running:
+            engine.step()
+        running = [sequence for sequence in running if sequence.finish_reason is None]
+    taken = time.perf_counter() - begun
+    gaps = [1e3 * (after - before) for times in came for before, after in itertools.pairwise(times)]
+    return count * OUTPUT / taken, gaps
+
+
+def _guesses(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[Row]:
+    folder = _small(config)
+    tokenizer = tokenizer_of(folder, None)
+    pipes = {
+        speculate: lowbit.pipeline(
+            str(folder), scheme=config.small_scheme, device="cuda", max_concurrent=4, max_length=2048, cache_bytes=1 << 29,
+            speculate=speculate,
+        )
+        for speculate in (0, 7)
+    }  # fmt: skip
+    engines = {speculate: pipe.engine for speculate, pipe in pipes.items()}
+    for name, text in TASKS.items():
+        chat = [{"role": "user", "content": text}]
+        said = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer(said, add_special_tokens=False).input_ids
+        speeds: dict[int, list[float]] = {0: [], 7: []}
+        tokens: dict[int, list[int]] = {}
+        counts = {}
+        for _ in range(ROUNDS + 1):  # the first round captures, and fills the prefix cache
+            for speculate, engine in engines.items():
+                before = _counts(engine)
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                (done,) = engine.generate([Request(prompt, TASK_TOKENS, stop_token_ids=frozenset([_stop(tokenizer)]))])
+                speeds[speculate].append(len(done.sampled) / (time.perf_counter() - begun))
+                tokens[speculate] = [token.token for token in done.sampled]
+                counts[speculate] = [after - since for after, since in zip(_counts(engine), before, strict=True)]
+        plain, guessed = (statistics.median(speeds[speculate][1:]) for speculate in (0, 7))
+        same = next((i for i, (a, b) in enumerate(zip(*tokens.values(), strict=False)) if a != b), len(tokens[7]))
+        yield {
+            "what": name, "rows": 1, "plain_tokens_per_s": plain, "tokens_per_s": guessed, "ratio": guessed / plain,
+            "tokens": len(tokens[7]), "same_tokens": same, "steps_with_guesses": counts[7][0], "drafted": counts[7][1],
+            "accepted": counts[7][2],
+        }  # fmt: skip
+
+
+def _counts(engine: Engine) -> tuple[int, int, int]:
+    of = engine.speculation
+    return (0, 0, 0) if of is None else (of.steps, of.drafted, of.accepted)
