@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import stored_dtype
+from lowbit.hardware.machine import machine_of
 from lowbit.ops.code_arrange import concat_codes, resize_codes
 from lowbit.ops.code_sum import sum_codes
 from lowbit.ops.code_table import gate_codes, map_codes
@@ -74,6 +75,19 @@ def captured(launch: Callable[[], None], device: torch.device) -> Callable[[], N
     return graph.replay
 
 
+def compile_kernels(launch: Callable[[], None], device: torch.device) -> None:
+    """Compiles the convolution kernels that `launch` runs on a GPU, in several processes where Triton's cache lacks them."""
+    if device.type != "cuda":
+        return
+    from lowbit.kernels.parts.compile import compiled
+    from lowbit.kernels.parts.launch import recording
+
+    with recording() as kernels:
+        launch()
+    for _done in compiled(kernels, machine_of(device).arch.sm):
+        pass
+
+
 class DeviceProgram:
     """`program` compiled for one batch size on one GPU. `run(images)` takes [batch, C, H, W] and returns the model's results in
     float32.
@@ -112,6 +126,7 @@ class DeviceProgram:
                     self.entries.append((operation.y, self._quantization(operation)))
                 else:
                     self.steps.append((operation.y, self._step(operation)))
+            compile_kernels(self.launch, device)
             self.replay = captured(self.launch, device)
 
     def feed(self, images: Tensor) -> None:
