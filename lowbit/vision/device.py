@@ -64,10 +64,12 @@ def refusals(program: Program, device: torch.device) -> tuple[str, ...]:
 
 
 def captured(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Runs `launch` once, which compiles the kernels, and captures it as a CUDA graph. Returns `launch` itself on a CPU."""
-    launch()
-    if device.type != "cuda":
+    """Runs `launch` once and captures it as a CUDA graph. On a CPU, and where kernels are recorded instead of launched, returns
+    `launch` itself. The convolution kernels that Triton's cache lacks are compiled in several processes before."""
+    if device.type != "cuda" or compile_kernels(launch, device):
+        launch()
         return launch
+    launch()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -75,17 +77,19 @@ def captured(launch: Callable[[], None], device: torch.device) -> Callable[[], N
     return graph.replay
 
 
-def compile_kernels(launch: Callable[[], None], device: torch.device) -> None:
-    """Compiles the convolution kernels that `launch` runs on a GPU, in several processes where Triton's cache lacks them."""
-    if device.type != "cuda":
-        return
+def compile_kernels(launch: Callable[[], None], device: torch.device) -> bool:
+    """Compiles the convolution kernels that `launch` runs on a GPU, in several processes where Triton's cache lacks them.
+    Returns True, and compiles none, if this thread records kernels."""
     from lowbit.kernels.parts.compile import compiled
-    from lowbit.kernels.parts.launch import recording
+    from lowbit.kernels.parts.launch import is_recording, recording
 
+    if is_recording():
+        return True
     with recording() as kernels:
         launch()
     for _done in compiled(kernels, machine_of(device).arch.sm):
         pass
+    return False
 
 
 class DeviceProgram:
@@ -126,7 +130,6 @@ class DeviceProgram:
                     self.entries.append((operation.y, self._quantization(operation)))
                 else:
                     self.steps.append((operation.y, self._step(operation)))
-            compile_kernels(self.launch, device)
             self.replay = captured(self.launch, device)
 
     def feed(self, images: Tensor) -> None:
