@@ -137,17 +137,16 @@ def lite_rows(rivals: Sequence[str], checked: list[dict[str, Any]], say: Progres
     model, weights = conv_lite.lite0()
     say(f"EfficientNet-lite0, {weights} weights: tracing")
     found = conv_lite.programs(model.cuda())
-    count = conv_lite.compile_kernels(found, (conv_lite.CHECKED_IMAGES, conv_lite.BATCH))
+    count = conv_lite.compile_kernels(found)
     say(f"{count} kernels compiled")
     known = {"model": conv_lite.MODEL, "batch": conv_lite.BATCH, "weights": weights}
     for scheme, program in found.items():
-        wrong = LaunchedNetwork(program, conv_lite.CHECKED_IMAGES).wrong_values()
-        images = conv_lite.CHECKED_IMAGES
+        network, images = LaunchedNetwork(program, conv_lite.BATCH), conv_lite.CHECKED_IMAGES
+        wrong = network.wrong_values(images)
         checked.append({"model": conv_lite.MODEL, "storage": scheme, "fusion": "all", "images": images, "wrong_codes": wrong})
         if wrong:
             raise RuntimeError(f"{wrong} codes and logits of {conv_lite.MODEL}, {scheme} differ from the integer reference")
         say(f"EfficientNet-lite0 {scheme}, batch {conv_lite.BATCH}")
-        network = LaunchedNetwork(program, conv_lite.BATCH)
         limit = sum(step_limit_us(step)[0] for step in network.steps) / 1e3
         row = {"impl": "lowbit", "storage": scheme, "fusion": "all"} | known
         yield _row(row, replay_ms(network.launched.replay), conv_lite.BATCH, limit)

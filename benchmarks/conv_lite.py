@@ -51,15 +51,14 @@ def programs(model: EfficientNetLite, schemes: Sequence[str] = SCHEMES) -> dict[
     return {scheme: lower(graph, calibrate(graph, ranges, assign_bits(graph, scheme))) for scheme in schemes}
 
 
-def compile_kernels(found: dict[str, Program], batches: Sequence[int]) -> int:
-    """Compiles the kernels of all networks at all batch sizes in parallel processes; returns their number."""
+def compile_kernels(found: dict[str, Program]) -> int:
+    """Compiles the kernels of all networks in parallel processes; returns their number."""
     from lowbit.kernels.parts.compile import compiled
     from lowbit.kernels.parts.launch import recording
 
     with recording() as kernels:
         for program in found.values():
-            for batch in batches:
-                LaunchedNetwork(program, batch)
+            LaunchedNetwork(program, BATCH)
     for _done in compiled(kernels, machine_of("cuda").arch.sm):
         pass
     return len(kernels)

@@ -105,17 +105,18 @@ class LaunchedNetwork:
             KernelWork(names[y], call, *work_of(operations[y], self.launched.program, batch)) for y, call in self.launched.steps
         ]
 
-    def wrong_values(self) -> int:
-        """Returns how many codes of all values, and how many logits, differ from the reference."""
+    def wrong_values(self, images: int | None = None) -> int:
+        """Returns how many codes of all values, and how many logits, differ from the reference, in the first `images` images
+        (default: all)."""
         wanted: dict[str, Tensor] = {}
-        logits = self.program.run(self.images, on_value=lambda name, value: wanted.update({name: value}))
+        logits = self.program.run(self.images[:images], on_value=lambda name, value: wanted.update({name: value}))
         wrong, values = 0, self.launched.program.values
         operations = {operation.y: operation for operation in self.launched.program.operations}
         for y, call in self.launched.steps:
             call()
             codes = [name for name in outputs_of(operations[y]) if values[name].storage in ACTIVATIONS]
-            wrong += sum(int((self.launched.codes(name) != wanted[name]).sum()) for name in codes)
-        return wrong + int((self.launched.result() != logits).sum())
+            wrong += sum(int((self.launched.codes(name)[:images] != wanted[name]).sum()) for name in codes)
+        return wrong + int((self.launched.result()[:images] != logits).sum())
 
 
 class Network(LaunchedNetwork):
