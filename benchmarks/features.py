@@ -55,9 +55,9 @@ PROTOCOL = (
     f"length) and without, median of {ROUNDS} rounds in turn; all tokens are random, as the weights are. mixed: {REQUESTS} "
     f"requests of {PROMPT} + {OUTPUT} tokens, {USERS} at once. Capacity is tokens/s with a request waiting always; at "
     f"{LOAD:.0%} of it requests come at equal intervals, and the times between a sequence's tokens are those on the host. "
-    "Apart: prompts in chunks of up to 1,024 tokens run between steps. Mixed: prompts and steps in one forward, sized to the "
-    f"step's limit. guesses: greedy tokens/s of a real model by prompt lookup of up to 7 tokens and without, from Python, "
-    f"median of {ROUNDS} rounds in turn."
+    "Apart: prompts in chunks of up to 1,024 tokens run between steps. Mixed: prompts and steps in one forward. "
+    "All graphs are captured before. guesses: greedy tokens/s of a real model by prompt lookup of up to 7 tokens and without, "
+    f"from Python, median of {ROUNDS} rounds in turn."
 )
 
 PAGE = (
@@ -263,7 +263,9 @@ def _mixed(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[
         engine = _engine(model, progress, max_concurrent=USERS, max_length=pages_for(PROMPT + OUTPUT) * 128, **limit)
         if what == "apart":  # as before steps could have both
             engine.mixed_runner.takes = lambda chunks, rows: False  # type: ignore[method-assign]
-        _served(engine, 2 * USERS, None, seed=0)  # captures
+        for stage in engine.warm_up():
+            progress(f"{what}, {stage.what}: {stage.done} of {stage.total}")
+        _served(engine, USERS, None, seed=0)
         progress(f"{what}, as many as it takes")
         capacity, _ = _served(engine, REQUESTS, None, seed=1)
         progress(f"{what}, {LOAD:.0%} of it")

@@ -176,6 +176,25 @@ def blocks_of_experts(found: Document) -> Iterator[str]:
     yield f"Mixtral-8x7B's {ours[0]:.0f} to {ours[-1]:.0f} us, Marlin {span(ratios, '.1f')} times as long"
 
 
+@claims("docs/lora.md", "h200/2026-11-28-features-steps.json")
+def steps_with_adapters(found: Document) -> Iterator[str]:
+    ratios = [row["ratio"] for row in found["rows"] if row["part"] == "lora"]
+    yield f"took {min(ratios):.1f} to {max(ratios):.2f} times as long on an H200"
+
+
+@claims("docs/speculate.md", "h200/2026-11-28-features-steps.json")
+def verified_steps(found: Document) -> Iterator[str]:
+    ratios = {row["rows"]: f"{row['ratio']:.2f}" for row in found["rows"] if row["part"] == "verify"}
+    yield f"verifies 4 tokens takes {ratios[4]} times one of a single token, 8 tokens {ratios[8]}"
+
+
+@claims("docs/speculate.md", "h200/2026-11-28-features-requests.json")
+def guesses_of_a_small_model(found: Document) -> Iterator[str]:
+    ratios = {row["what"]: f"{row['ratio']:.2f}" for row in found["rows"] if row["part"] == "guesses"}
+    story = f"a story that repeats itself {ratios['prose']}"
+    yield f"its summary was {ratios['summary']} times as fast, code {ratios['code']}, and {story}"
+
+
 @claims("docs/kv.md", "h200/2026-11-28-e2e-kv.json")
 def steps_by_format_of_keys_and_values(found: Document) -> Iterator[str]:
     for batch, context in ((64, 8192), (16, 32768), (64, 1024), (1, 1024), (1, 8192), (1, 32768)):

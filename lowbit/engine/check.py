@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowbit.engine.balance import balance_keys
 from lowbit.engine.cache import Cache
 from lowbit.engine.decoder import Decoder
 from lowbit.engine.forward import ForwardProgram
@@ -80,6 +81,9 @@ def program_of(
     refused = kernel_refusals(decoder, model.dtype, kv) if model.device.type == "cuda" else ()
     if refused:
         return ForwardProgram(model, refused), 0.0
+
+    if kv.quantized:
+        balance_keys(decoder)
 
     def make() -> DecodeProgram:
         return DecodeProgram(

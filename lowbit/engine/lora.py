@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lowbit.engine.balance import factors_of
 from lowbit.engine.decoder import PRODUCTS, DecoderLayer, ProductName
 from lowbit.engine.product import Packed, Product, Scaled
 from lowbit.models.adapter import Adapter, LayerAdapter, read_adapter
@@ -48,11 +49,13 @@ class ProgramLayer(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """A linear layer of a product: its path in the model, outputs N and inputs K."""
+    """A linear layer of a product: its path in the model, outputs N and inputs K. factors [N]: what its rows were multiplied by
+    (balance.py), so that the adapter's must be too; None if they were not."""
 
     path: str
     n: int
     k: int
+    factors: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +161,7 @@ def _parts(layer: ProgramLayer, name: ProductName, paths: abc.Mapping[int, str])
         mlp = paths[id(layer.spec.modules("down")[0])].rpartition(".")[0]
         return [Part(f"{mlp}.{each}", n // 2, k) for each in ("gate_proj", "up_proj")]
     modules: list[Any] = list(layer.spec.modules(name))
-    return [Part(paths[id(module)], module.out_features, module.in_features) for module in modules]
+    return [Part(paths[id(module)], module.out_features, module.in_features, factors_of(module)) for module in modules]
 
 
 def _check(name: str, adapter: Adapter, known: abc.Mapping[str, Part], model: nn.Module) -> None:
@@ -191,7 +194,9 @@ def _stacked(
             layer = adapter.layers.get(part.path) or LayerAdapter(a.new_zeros(0, k), a.new_zeros(part.n, 0))
             a[i, p, : len(layer.a)] = layer.a
             second = b.new_zeros(part.n, rank)
-            second[:, : layer.b.shape[1]] = layer.b
+            second[:, : layer.b.shape[1]] = (
+                layer.b if part.factors is None else layer.b * part.factors[:, None].cpu().to(layer.b)
+            )
             seconds.append(second)
         b[i] = alternate(*seconds) if alternates else torch.cat(seconds)
     return LoraWeight(a.to(device), b.to(device), widths, alternates)

@@ -9,6 +9,7 @@ Plain Python on integers without tensors, so that tests can try any order of arr
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -152,6 +153,12 @@ class Scheduler:
     def decoding(self) -> list[Sequence]:
         """The running sequences of which the next step samples a token, unless it preempts them."""
         return [sequence for sequence in self.running if self._decodes(sequence)]
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that are still to be computed, of running sequences and of those that wait for a free slot."""
+        admitted = itertools.islice(self.waiting, len(self._free_slots))
+        return sum(len(each.tokens) - each.computed_tokens for each in (*self.running, *admitted) if not each.prefilled)
 
     def add_drafts(self, scheduled: SchedulerOutput, drafts: Mapping[Sequence, int]) -> None:
         """Adds guessed tokens of decoding sequences to a step, as far as there are pages for them. No sampled token of these

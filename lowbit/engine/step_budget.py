@@ -26,6 +26,11 @@ FIRST_TOKENS = 256
 AIM = 0.9
 """Share of the limit that steps are to take, since their times vary."""
 
+SPREAD = 4
+"""Prompt tokens that wait are spread over so many steps, so that each of a stream of prompts makes several steps a bit longer
+instead of one five times as long (16.6 ms at the 99th percentile of the time between tokens for a median of 3.0: 32 users of
+Llama-3-8B's shape in int4, prompts of 512 tokens, H200, 2026-11-28)."""
+
 FASTEST, SLOWEST = 1.25, 0.5
 """Limits of the factor by which one measurement changes the budget."""
 
@@ -43,12 +48,15 @@ class StepBudget:
         self.prompt_tokens = 0
         """Number of prompt tokens in these steps."""
 
-    def next(self) -> int:
-        """Reads the measurements of finished steps, and returns the budget of the next one."""
+    def next(self, waiting: int) -> int:
+        """Reads the measurements of finished steps, and returns the budget of the next one. waiting: prompt tokens that are
+        still to be computed."""
         while self._running and self._running[0][2].query():
             tokens, begin, end = self._running.popleft()
             self.observe(tokens, begin.elapsed_time(end))
-        return self.tokens
+        if self.step_ms is None:
+            return self.tokens
+        return min(self.tokens, max(LEAST_TOKENS, -(-waiting // (64 * SPREAD)) * 64))
 
     @property
     def tokens(self) -> int:

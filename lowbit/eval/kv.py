@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from lowbit.engine.balance import balance_keys
+from lowbit.engine.recognise import recognise
 from lowbit.formats.kv import KVFormat, KVScheme, dequantize_rows, quantize_rows
 
 
@@ -26,8 +28,9 @@ def stored_kv(model: PreTrainedModel, scheme: KVScheme) -> Iterator[None]:
     """While the block runs, attention of `model` reads keys and values as pages of `scheme` hold them.
 
     Calls may use a cache: Transformers' holds 16 bits, and each call quantizes its rows to the same codes again. With 16 bits
-    nothing changes. Raises ValueError for an encoder-decoder, which no engine computes, and for a model whose attention is not
-    called through Transformers' `AttentionInterface`.
+    nothing changes. As in an engine, rows of q and k that have biases are scaled, and stay so (`engine.balance`): the model
+    computes the same. Raises ValueError for an encoder-decoder, which no engine computes, and for a model whose attention is
+    not called through Transformers' `AttentionInterface`.
     """
     if not scheme.quantized:
         yield
@@ -37,6 +40,9 @@ def stored_kv(model: PreTrainedModel, scheme: KVScheme) -> Iterator[None]:
         raise ValueError(
             f"{type(model).__name__}: encoder-decoders have keys and values in 16 bits alone; measure it with those"
         )
+    decoder = recognise(model)
+    if not isinstance(decoder, tuple):
+        balance_keys(decoder)
     before = config._attn_implementation
     name = f"lowbit-{scheme}-{before}"
     AttentionInterface.register(name, _attention(before, scheme))

@@ -107,7 +107,7 @@ def record(
                 wanted = _times(probes(q.shape[1], amplitude(q.input_transform)), plain)
                 error = round(float((y - wanted).norm() / wanted.norm().clamp(min=1e-30)), 6)
             layers[name] = layer_sums(y, error)
-        layers |= dict(_of_experts(reader))
+        layers |= dict(_of_experts(reader, device))
         logits = _logits(reader, device, say)
     return Numerics(layers, logits)
 
@@ -242,7 +242,7 @@ def _expert_inputs(module: QuantExperts, size: float) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _of_experts(reader: CheckpointReader) -> Iterator[tuple[str, LayerSums]]:
+def _of_experts(reader: CheckpointReader, device: torch.device) -> Iterator[tuple[str, LayerSums]]:
     """Yields the record of each layer of experts, of which one at a time is in memory."""
     from lowbit.models.load import placed_skeleton
 
@@ -252,18 +252,26 @@ def _of_experts(reader: CheckpointReader) -> Iterator[tuple[str, LayerSums]]:
     for name, module in placed_skeleton(reader).named_modules():
         if isinstance(module, QuantExperts):
             stacked = {part: reader.experts(f"{name}.{part}") for part in module.packed()}
-            products = [_product(reader, f"{name}.{part}", q, module) for part, q in stacked.items()]
+            products = [_product(reader, f"{name}.{part}", q, module, device) for part, q in stacked.items()]
             x, chosen = _expert_inputs(module, amplitude(next(iter(stacked.values())).input_transform))
             yield name, layer_sums(module.one_by_one(x, chosen, torch.ones(chosen.shape), products), experts=True)
 
 
 def _product(
-    reader: CheckpointReader, name: str, stacked: ExpertTensor, module: QuantExperts
-) -> Callable[[int, Any], Tensor]:  # fmt: skip
-    """Returns the function that multiplies rows by the matrix of one expert, decoded for the call, as `QuantLinear` does."""
+    reader: CheckpointReader, name: str, stacked: ExpertTensor, module: QuantExperts, device: torch.device
+) -> Callable[[int, Any], Tensor]:
+    """Returns the function that multiplies rows by the matrix of one expert, decoded for the call, as `expected` does."""
     biased = getattr(module, f"{name.rpartition('.')[2]}_bias") is not None
     bias = reader.get(f"{name}_bias").float() if biased else None
-    return lambda e, x: QuantLinear.from_quant_tensor(stacked.expert(e)).multiply(x, None if bias is None else bias[e])
+
+    def multiply(e: int, x: Any) -> Tensor:
+        q = stacked.expert(e)
+        if q.scheme.activation is None:
+            y = _times(x.to(device), q.to(device)).cpu()
+            return y if bias is None else y + bias[e]
+        return QuantLinear.from_quant_tensor(q).multiply(x, None if bias is None else bias[e])
+
+    return multiply
 
 
 @torch.no_grad()

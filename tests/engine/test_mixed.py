@@ -204,11 +204,22 @@ def test_small_steps_do_not_raise_the_budget():
     assert budget.tokens == LEAST_TOKENS, "but they lower it"
 
 
+def test_prompts_are_spread_over_steps():
+    """A stream of prompts of 512 tokens, one in every fourth step: steps have nearly equal numbers of its tokens."""
+    budget, waiting, taken = StepBudget(15.0, 1024, torch.device("cpu")), 0, []
+    for step in range(80):
+        waiting += 512 * (step % 4 == 0)
+        taken.append(min(waiting, budget.next(waiting)))
+        waiting -= taken[-1]
+    assert sum(taken[40:]) == 512 * 10 and max(taken[40:]) <= 192 and min(taken[40:]) >= 64
+    assert budget.next(10**6) == budget.tokens, "many prompts take what the stated time permits"
+
+
 def test_without_a_limit():
     budget = StepBudget(None, 1024, torch.device("cpu"))
     with budget.timed(100):
         pass
-    assert budget.next() == budget.tokens == 1024 and (budget.steps, budget.prompt_tokens) == (1, 100)
+    assert budget.next(10) == budget.tokens == 1024 and (budget.steps, budget.prompt_tokens) == (1, 100)
     timed = StepBudget(1e6, 1024, torch.device("cpu"))
     with timed.timed(200):
         pass

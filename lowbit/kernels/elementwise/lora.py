@@ -8,7 +8,8 @@ Grid    16 rows and one adapter each; shrink: x splits of K x parts; expand: x t
         adapter ends at once, so rows with the same adapter are one matrix product, and no row is sorted or counted on the host.
         The programs of adapter 0 also write the rows without an adapter
 Overlap adapter_of and the weights are read before the wait for the previous kernel (programmatic dependent launch, sm_90), so
-        adapter_of must be older than the kernel before. The next kernel may start when all blocks have passed the wait
+        adapter_of must be older than the kernel before. The next kernel may start when all blocks have passed the wait; so what
+        is older than `shrink`, as `squares`, is complete when `expand` starts, and is read before its wait
 Exact   sums in float32; splits of K, which depend on K alone, are added in order; a x is divided by the RMS, then rounded to
 x's
         type, as PEFT rounds it; y is rounded once. A row's bits do not depend on other rows. Tested:
@@ -33,8 +34,8 @@ from lowbit.kernels.parts.launch import Launcher
 ROWS = 16
 """Number of rows of x in a program: those of one mma.sync."""
 
-COLUMNS = 128
-"""Number of columns of y in a program."""
+COLUMNS, WIDE = 128, 8192
+"""Number of columns of y in a program; twice as many for WIDE or more columns, so that fewer programs read the sums of a x."""
 
 CHUNK = 256
 """Number of columns of K that are multiplied at once."""
@@ -42,8 +43,10 @@ CHUNK = 256
 MOST_SPLITS = 16
 """Maximum number of splits of K, whose sums the second kernel adds."""
 
-MOST_EARLY = 64
-"""Maximum number of rows of a, over all chunks, whose values are in registers before the wait for the previous kernel."""
+MOST_EARLY = 32
+"""Maximum number of rows of a, over all chunks, whose values are in registers before the wait for the previous kernel. A split
+has as many chunks: with one chunk each, 16 splits were 117 MB for the second kernel to read (64 rows of 4 adapters, 28,672
+columns), and a step of Llama-3-8B's shape took 1.5 times as long as without adapters (H200, 2026-11-28)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,6 @@ class Lora:
     norm_parts: int
     overlap: bool
     rows: int = ROWS
-    columns: int = COLUMNS
     chunk: int = CHUNK
     digest: str = source_digest()
 
@@ -72,9 +74,15 @@ class Lora:
         return sum(self.widths)
 
     @property
+    def columns(self) -> int:
+        """Number of columns of y in a program."""
+        return COLUMNS if self.n < WIDE else 2 * COLUMNS
+
+    @property
     def chunks(self) -> int:
         """Number of chunks of a split of K."""
-        return -(-self.k // (self.chunk * MOST_SPLITS))
+        few = min(max(MOST_EARLY // self.rank, 1), -(-self.k // self.chunk))
+        return max(few, -(-self.k // (self.chunk * MOST_SPLITS)))
 
     @property
     def splits(self) -> int:
@@ -149,10 +157,11 @@ def shrink(t, x, a, adapter_of, M, x_stride, C: tl.constexpr):
 
 @triton.jit
 def inverse_rms(squares, rows, own, M, inverse_width, eps, factor, C: tl.constexpr):
-    """Returns 1 / (rms * factor) of rows, from their partial sums of squares."""
+    """Returns 1 / (rms * factor) of rows, from their partial sums of squares. They are read from the L2, since the L1 may have
+    what was there before."""
     part = tl.arange(0, C.norm_block)
     exists = (part < C.norm_parts)[:, None] & own[None, :]
-    sums = tl.load(squares + part[:, None] * M + rows[None, :], mask=exists, other=0.0)
+    sums = tl.load(squares + part[:, None] * M + rows[None, :], mask=exists, other=0.0, cache_modifier=".cg")
     return tl.rsqrt(tl.sum(sums, axis=0) * inverse_width + eps) / factor
 
 
@@ -188,15 +197,15 @@ def expand(y, t, b, adapter_of, squares, bias, M, inverse_width, eps, factor, C:
         else:
             of_part = (column >= BEGINS[p]) & (column < BEGINS[p + 1])
         weights += (tl.load(first, mask=(of_part & (column < end))[None, :], other=0.0),)
+    scale = tl.full((ROWS,), 1.0, tl.float32)
+    if squares is not None:
+        scale = tl.where(own, inverse_rms(squares, rows, own, M, inverse_width, eps, factor, C), 0.0)
     if C.overlap:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     if some:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         of_row = rows.to(tl.int64)[:, None] * (C.parts * C.rank) + r[None, :]
-        scale = tl.full((ROWS,), 1.0, tl.float32)
-        if squares is not None:
-            scale = tl.where(own, inverse_rms(squares, rows, own, M, inverse_width, eps, factor, C), 0.0)
         for p in tl.static_range(PARTS):
             if C.alternates or (first_column < BEGINS[p + 1]) & (first_column + C.columns > BEGINS[p]):
                 total = add_part(total, t + p * C.rank + of_row, weights[p], own, scale, M, y.dtype.element_ty, C)
@@ -227,7 +236,7 @@ class ExpandPlan:
 
     def __init__(self, m: int, config: Lora) -> None:
         self.m, self.config = m, config
-        grid = (-(-config.n // COLUMNS), -(-m // ROWS) * config.adapters, 1)
+        grid = (-(-config.n // config.columns), -(-m // ROWS) * config.adapters, 1)
         self.launch = Launcher(expand, grid, 4, overlap=config.overlap)
 
     def __call__(
