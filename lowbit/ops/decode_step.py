@@ -285,7 +285,7 @@ class DecodeStepLaunch:
         layer, wait = wait_of(status)
         return (
             f"a decode step in one launch stopped in layer {layer}: a block waited too long for {wait}. Its results and those "
-            "of all later steps are wrong: make a new engine without persistent_step, and please report this"
+            "of all later steps are wrong: make a new engine with persistent_step=False, and please report this"
         )
 
 

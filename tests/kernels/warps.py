@@ -1,7 +1,8 @@
 """Executes the PTX of a persistent kernel without a GPU: all blocks at once, warp by warp, in a random order.
 
 Warps of all blocks take turns of random length, so they meet shared memory, barriers and polled words in many orders. Bulk
-copies complete at random later times, and read their source only then. Memory is sequentially consistent. A launch that stops
+copies complete at random later times, some much later than others, and read their source only then. Memory is sequentially
+consistent. A launch that stops
 making progress raises. Instructions that one block of threads executes are those of tests/kernels/ptx.py.
 """
 
@@ -19,6 +20,9 @@ from tests.kernels.ptx import Block, Memory, _half_bits, parsed
 
 MOST_STEPS = 1 << 26
 """Number of instructions after which a launch counts as stuck."""
+
+LATE = 0.05
+"""Share of bulk copies that complete after all others in flight, a long time later."""
 
 
 def with_unique_labels(ptx: str) -> str:
@@ -88,10 +92,18 @@ class ThreadBlock:
         self.arrived: dict[int, int] = {}
         self.released: dict[int, int] = {}
         self.copies: list[tuple[int, int, int, int]] = []
+        self.late: tuple[int, int, int, int] | None = None
 
     def complete(self, choice: random.Random) -> None:
-        """Completes one of the copies in flight."""
-        to, source, size, barrier = self.copies.pop(choice.randrange(len(self.copies)))
+        """Completes one of the copies in flight, or waits for a while where all are late."""
+        index = choice.randrange(len(self.copies))
+        if self.late is None and choice.random() < LATE:
+            self.late = self.copies[index]
+        if self.copies[index] is self.late:
+            if len(self.copies) > 1 or choice.random() < 1 - LATE:
+                return
+            self.late = None
+        to, source, size, barrier = self.copies.pop(index)
         assert to % 16 == source % 16 == size % 16 == 0, "a bulk copy takes multiples of 16 bytes"
         every, steps = np.ones(size // 16, bool), 16 * np.arange(size // 16)
         self.memory.store(to + steps, self.memory.load(source + steps, 16, every), every)
@@ -187,11 +199,12 @@ class Warp(Block):
         return self.write(step.operands[0], self.value(step.operands[1], "u32")[lanes % 32], mask)
 
     def _setp(self, step, mask):
-        if len(step.operands) == 4:  # setp.ne.and
+        if len(step.operands) == 4:  # setp.ne.and, setp.ne.or
             dest, a, b, also = step.operands
             others = self.value(also, "pred")
             super()._setp(type(step)(None, False, step.name, ["setp", step.parts[1], step.parts[-1]], [dest, a, b]), self.all)
-            return self.write(dest, self.value(dest, "pred") & others, mask)
+            both = np.logical_or if "or" in step.parts else np.logical_and
+            return self.write(dest, both(self.value(dest, "pred"), others), mask)
         return super()._setp(step, mask)
 
     def _sub(self, step, mask):

@@ -51,8 +51,8 @@ FEWEST_SMS = 16
 BYTES = 227 << 10
 """Shared memory of a block on sm_90."""
 
-RESERVED_BYTES = 1 << 10
-"""Shared memory that the compiler uses for the roles of warps."""
+RESERVED_BYTES = 384
+"""Shared memory for what the compiler adds for the roles of warps: 100 bytes at most with Triton 3.6 and 3.9."""
 
 MOST_X_BYTES = 72 << 10
 """Activations that a block has at a time; more of them are gathered in parts of K."""
@@ -235,16 +235,20 @@ class StepTable:
             most = min(most, max(8, self.at_once("gate_up")))
         return max(1, most if self.parts(product) == 1 else min(most, 4))
 
+    def by_chunks(self, product: ProductName) -> bool:
+        """True if a block multiplies chunk by chunk of the row blocks whose sums are reduced together, and reads x once for all
+        of them; False: row block by row block."""
+        return self.parts(product) > 1 or (self.chunks(product) > 2 and self.at_once(product) <= 4)
+
     def slots(self, block: int, product: ProductName, form: int = 0) -> Iterator[Slot]:
-        """A block's stream of weights of a product, in order: row block by row block; or, if x is gathered in parts, part by
-        part of the row blocks whose sums are reduced together."""
+        """A block's stream of weights of a product, in order."""
         count, units, own = self.k_blocks(product), self.units(product, form), self.own_row_blocks(product, block)
-        chunks, step = self.chunks(product), self.chunks_at_once(product)
-        at_once = 1 if step == chunks else self.at_once(product)
+        by_chunks, k_blocks = self.by_chunks(product), self.chunks(product) * self.warps
+        at_once, step = (self.at_once(product), self.warps) if by_chunks else (1, k_blocks)
         for begin in range(own.start, own.stop, at_once):
-            for part in range(0, chunks, step):
+            for part in range(0, k_blocks, step):
                 for row_block in range(begin, min(begin + at_once, own.stop)):
-                    for first in range(part * self.warps, min(part + step, chunks) * self.warps, units):
+                    for first in range(part, part + step, units):
                         yield Slot(product, row_block, first, max(0, min(units, count - first)))
 
     # ---- attention
@@ -329,8 +333,14 @@ class StepTable:
     @property
     def sums_bytes(self) -> int:
         """Sums of all warps for the row blocks that are reduced together; or 8 heads of q, in attention."""
-        sums = max(map(self.at_once, self.shape.products)) * self.warps * 16 * self.shape.tokens * 4
+        sums = max(self.at_once(product) * self.sums_stride(product) for product in self.shape.products)
         return max(sums, 16 * self.shape.attention.head_dim)
+
+    def sums_stride(self, product: ProductName) -> int:
+        """Distance of the sums of row blocks: those of all warps; with few tokens a part of the banks more, as a warp then
+        reads those of several row blocks at a time."""
+        parts = {1: 32 if product in ("gate_up", "head") else 64, 2: 64 if product == "gate_up" else 0}
+        return self.warps * 64 * self.shape.tokens + parts.get(self.shape.tokens, 0)
 
     @property
     def x_start(self) -> int:
@@ -372,8 +382,15 @@ class StepTable:
     def in_flight(self) -> tuple[int, int]:
         """Numbers of slots that memory is asked for at a time: while math warps wait for activations or soon will, and else.
         Activations queue behind weights, so more bytes would delay them. 34 and 68 KB were best for one token of Llama-3-8B's
-        shape: 27.1 us a layer; 28.2 with a constant number of bytes, at best (H200, 2026-11-24)."""
-        few, many = (max(1, min(self.ring_slots, (size << 10) // self.slot_bytes)) for size in (34, 68))
+        shape: 27.1 us a layer; 28.2 with a constant number of bytes, at best (H200, 2026-11-24).
+
+        A warp that skips slots of other warps waits for the parity of a place of the ring. It must not do so before the
+        place's last contents have arrived. Its own slot before that was asked for when all slots up to `many` before it were
+        full; these include the last contents if `many` is at most the ring less a chunk. In a ring of whole chunks a place has
+        the same warps each time, without a limit. (16 bits, 10 slots, 4 of a chunk: one of 75 launches on an H200 failed.)"""
+        counts = {self.slots_of_chunk(name, i) for name in self.shape.products for i in range(len(self.shape.forms_of(name)))}
+        most = min([self.ring_slots, *(self.ring_slots - count for count in counts if self.ring_slots % count)])
+        few, many = (max(1, min(most, (size << 10) // self.slot_bytes)) for size in (34, 68))
         return few, many
 
     @property
@@ -483,8 +500,15 @@ class Faster:
     context: int
 
 
-FASTER: tuple[Faster, ...] = ()
-"""All such measurements. Without any, `persistent_step=None` of an engine chooses the launches."""
+FASTER = (
+    # 2026-11-28, Llama-3-8B's shape, 8-bit head, us of one launch / of launches. Int4 in groups of 128: 1,388 / 1,513 at 1,024
+    # tokens, 8 layers in contexts of 8,192 512 / 554; 2 rows 1,534 / 1,579; not of 4 rows, 1,737 / 1,703.
+    Faster("H200", 1, 100_000_000, 125_000_000, 8192),
+    Faster("H200", 2, 100_000_000, 125_000_000, 1024),
+    # 8 bits by channel, 8 layers at 1,024 tokens: 615 / 646. Slower: fp6, 580 / 554.
+    Faster("H200", 1, 200_000_000, 240_000_000, 1024),
+)
+"""All such measurements. Where there is none, `persistent_step=None` of an engine chooses the launches."""
 
 
 def faster_context(shape: StepShape, machine: Machine) -> int:

@@ -26,8 +26,9 @@ DENSE = "dense"
 
 
 RAW_ROWS = {4: 16.0, 8: 1.0}
-"""By bits: the factor of rows g + 8 of raw codes. 4 bits of a word are masked where they are, or 8 bits further down: codes of
-rows g are then in bits 0 to 3 of a half, those of rows g + 8 in bits 4 to 7. 8 bits are moved to bits 0 to 7."""
+"""By bits: the factor of rows g + 8 of raw codes. Bytes of 4-bit codes have those of rows g in their lower halves, which are
+masked. As codes of rows g + 8 whole bytes are multiplied, code of g + 16 * code of g + 8, from whose sums those of rows g are
+subtracted: four operations for 8 codes. 8 bits are moved to bits 0 to 7 of a half."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,17 @@ class KBlock:
 
     @property
     def sums(self) -> int:
-        """Number of sums of x per lane, which zero points and raw codes need: two tokens per n8 tile and group."""
-        return 2 * self.n8_tiles * max(self.groups, 1) if self.zero != "none" or self.raw else 0
+        """Number of sums of x per lane for each group, which zero points and raw codes need. Zero points: those of two tokens
+        per n8 tile. Raw codes: what their sums begin at, for rows g and g + 8 of two tokens."""
+        if self.raw:
+            return self.accumulators * max(self.groups, 1)
+        return 2 * self.n8_tiles * max(self.groups, 1) if self.zero != "none" else 0
+
+    @property
+    def raw_offsets(self) -> tuple[int, int]:
+        """Offsets of raw codes of rows g and of rows g + 8, whose sums begin at -offset * 2^-24 times the sum of x."""
+        offset = 1 << (self.bits - 1)
+        return offset, offset * 17 if self.bits == 4 else offset
 
     # ---- operands of the PTX, in order
 
@@ -153,19 +163,24 @@ class KBlock:
             lines.append(f".reg .f32 q<{self.accumulators}>;")
         lines += self._convert_raw(words) if self.raw else self._convert(words)
         for group in range(max(self.groups, 1)):
-            if self.raw:
-                lines += self._start_raw(group, sums, acc)
+            if self.raw and not self.groups:
+                lines += [f"add.f32 p{i}, {sums[i]}, {acc[i]};" for i in range(self.accumulators)]
             for inside in range(per_group):
                 step, chain = group * per_group + inside, inside % self.chains
                 for n8_tile in range(self.n8_tiles):
                     part = [f"{'pq'[chain]}{4 * n8_tile + i}" for i in range(4)]
                     start = ["nil"] * 4 if self.groups or chain else acc[4 * n8_tile : 4 * n8_tile + 4]
-                    start = part if inside >= self.chains or (self.raw and chain == 0) else start
+                    if self.raw and chain == 0:
+                        first = self.accumulators * group + 4 * n8_tile
+                        start = sums[first : first + 4] if self.groups else part
+                    start = part if inside >= self.chains else start
                     a = [f"a{4 * step + i}" for i in range(4)]
                     b = x[16 * n8_tile + 2 * step : 16 * n8_tile + 2 * step + 2]
                     lines.append(mma(self.dtype, part, a, b, start))
             if self.chains > 1:
                 lines += [f"add.f32 p{i}, p{i}, q{i};" for i in range(self.accumulators)]
+            if self.raw and self.bits == 4:
+                lines += [f"sub.f32 p{i + 2}, p{i + 2}, p{i};" for i in range(self.accumulators) if i % 4 < 2]
             if self.groups:
                 lines += self._scale(group, out, scales, sums, acc)
         if not self.groups:
@@ -174,13 +189,15 @@ class KBlock:
 
     @property
     def sum_asm(self) -> str:
-        """PTX that sums x over each scale group, or over the k block, for zero points and raw codes, by matrix instructions
-        whose operand A is all ones. Outputs: sums of x. Inputs: words of x."""
+        """PTX that sums x over each scale group, or over the k block, by matrix instructions. Their operand A is all ones for
+        zero points, and -offset * 2^-24 for raw codes. Outputs: sums of x. Inputs: words of x."""
         out, x = operands_of(self.sums, self.token_words)
         groups = max(self.groups, 1)
-        per_group = BLOCK_MMAS // groups
-        ones = "0x3c003c00" if self.dtype == "fp16" else "0x3f803f80"
-        lines = [".reg .b32 one; .reg .f32 p<4>, nil;", f"mov.b32 one, {ones};", "mov.f32 nil, 0f00000000;"]
+        per_group, per_tile = BLOCK_MMAS // groups, 4 if self.raw else 2
+        one = 0x3C00 if self.dtype == "fp16" else 0x3F80
+        halves = [0x8000 + offset for offset in self.raw_offsets] if self.raw else [one, one]  # subnormal fp16 numbers
+        lines = [".reg .b32 low, high; .reg .f32 p<4>, nil;", "mov.f32 nil, 0f00000000;"]
+        lines += [f"mov.b32 {name}, {half * 0x10001:#010x};" for name, half in zip(("low", "high"), halves, strict=True)]
         if self.chains > 1:
             lines.append(".reg .f32 q<4>;")
         for group in range(groups):
@@ -188,11 +205,12 @@ class KBlock:
                 for inside in range(per_group):
                     step, part = group * per_group + inside, [f"{'pq'[inside % self.chains]}{i}" for i in range(4)]
                     b = x[16 * n8_tile + 2 * step : 16 * n8_tile + 2 * step + 2]
-                    lines.append(mma(self.dtype, part, ["one"] * 4, b, part if inside >= self.chains else ["nil"] * 4))
+                    start = part if inside >= self.chains else ["nil"] * 4
+                    lines.append(mma(self.dtype, part, ["low", "high", "low", "high"], b, start))
                 if self.chains > 1:
-                    lines += [f"add.f32 p{i}, p{i}, q{i};" for i in range(2)]
-                first = 2 * (group * self.n8_tiles + n8_tile)
-                lines += [f"mov.f32 {out[first]}, p0;", f"mov.f32 {out[first + 1]}, p1;"]
+                    lines += [f"add.f32 p{i}, p{i}, q{i};" for i in range(per_tile)]
+                first = per_tile * (group * self.n8_tiles + n8_tile)
+                lines += [f"mov.f32 {out[first + i]}, p{i};" for i in range(per_tile)]
         return "{\n" + "\n".join(lines) + "\n}"
 
     def _convert(self, words: list[str]) -> list[str]:
@@ -212,26 +230,13 @@ class KBlock:
 
     def _convert_raw(self, words: list[str]) -> list[str]:
         """As `_convert`, for raw codes."""
-        lines = [".reg .b32 high;"]
+        lines = []
         for i, word in enumerate(words):
             if self.bits == 8:
                 lines.append(f"and.b32 a{2 * i}, {word}, 0x00ff00ff; prmt.b32 a{2 * i + 1}, {word}, 0, 0x4341;")
                 continue
-            lines.append(f"and.b32 a{4 * i}, {word}, 0x000f000f; and.b32 a{4 * i + 1}, {word}, 0x00f000f0;")
-            lines.append(f"shr.u32 high, {word}, 8;")
-            lines.append(f"and.b32 a{4 * i + 2}, high, 0x000f000f; and.b32 a{4 * i + 3}, high, 0x00f000f0;")
-        return lines
-
-    def _start_raw(self, group: int, sums: list[str], acc: list[str]) -> list[str]:
-        """Sets a group's sums to -offset times the sums of x, in the codes' unit; without groups adds the accumulators."""
-        lines = []
-        for i in range(self.accumulators):
-            row = RAW_ROWS[self.bits] if i % 4 >= 2 else 1.0
-            offset = float_constant(-(2.0 ** (self.bits - 1)) * 2.0**-24 * row)
-            total = sums[2 * (group * self.n8_tiles + i // 4) + i % 2]
-            lines.append(
-                f"mul.f32 p{i}, {total}, {offset};" if self.groups else f"fma.rn.f32 p{i}, {total}, {offset}, {acc[i]};"
-            )
+            lines.append(f"and.b32 a{4 * i}, {word}, 0x000f000f; and.b32 a{4 * i + 1}, {word}, 0x00ff00ff;")
+            lines.append(f"prmt.b32 a{4 * i + 3}, {word}, 0, 0x4341; and.b32 a{4 * i + 2}, a{4 * i + 3}, 0x000f000f;")
         return lines
 
     def _scale(self, group: int, out: list[str], scales: list[str], sums: list[str], acc: list[str]) -> list[str]:

@@ -4,8 +4,9 @@ Reads   tokens and the embedding; a table of addresses per layer (choose/decode_
         scales, or 16-bit rows; biases, gammas, pages, cos and sin; page tables, positions, rows
 Writes  logits; h; new keys and values in the pages; `vectors`, whose last x and squares are the input of a head elsewhere
 Grid    one block per SM, all resident (cooperative launch). The tasks of a block: choose/decode_step.py
-Roles   load: 1 warp copies this block's weights of all products and layers through one ring (cp.async.bulk), ahead of all
-        activations; math: 16 warps. A slot is a part of one row block; each warp multiplies k blocks (parts/k_block.py)
+Roles   load: 1 warp (4 with 16-bit rows) copies this block's weights of all products and layers through one ring
+        (cp.async.bulk), ahead of all activations; math: 16 warps. A slot is a part of one row block; each warp multiplies
+        k blocks (parts/k_block.py), with x in registers where it has two at most, and two units at a time if they are small
 Stages  embed {h; h * gamma; squares}; gather x, multiply, reduce warps, finish: of qkv {/ rms, bias}, attention {norm, RoPE,
         append, splits}, o {h += y; h * gamma; squares}, gate-up {/ rms; gate}, down {as o}; head {/ rms, bias}
 Waits   Activations themselves are polled (parts/polled.py): words of `vectors` are EMPTY until they have arrived. Polls and
@@ -146,6 +147,12 @@ class DecodeStep(Polled, SplitAttention):
         return self.forms[PRODUCT_NAMES.index(product)][index]
 
     @property
+    def loaders(self) -> int:
+        """Warps of the loader. 16-bit rows are 16 copies a slot, of some 50 clocks each in one warp. Memory takes less time for
+        a slot, so four warps copy 4 rows each."""
+        return 4 if any(form.unit.dense for of_product in self.forms for form in of_product) else 1
+
+    @property
     def threads(self) -> int:
         """Threads of the math warps."""
         return 32 * self.table.warps
@@ -163,6 +170,26 @@ class DecodeStep(Polled, SplitAttention):
     def field(self, name: str) -> int:
         return FIELDS.index(name)
 
+    def x_in_registers(self, product: ProductName, index: int) -> bool:
+        """True if all of a warp's x stays in registers for all row blocks: at most two k blocks with few sums."""
+        k_block = self.form(product, index).k_block
+        few = not self.table.by_chunks(product) and self.table.chunks(product) <= 2
+        return few and k_block.sums <= 8 and k_block.words <= 16
+
+    def units_at_once(self, product: ProductName, index: int) -> int:
+        """Units that a warp reads before it multiplies them: two small ones, if the ring has both slots."""
+        slots = self.table.slots_of_chunk(product, index)
+        both = self.form(product, index).k_block.words <= 8 and self.table.ring_slots >= 2 * slots
+        return 2 if both and (self.table.by_chunks(product) or self.table.chunks(product) == 2) else 1
+
+    def output_warps(self, product: ProductName) -> int:
+        """Number of warps with outputs of a flush of row blocks; they are the first ones."""
+        tokens = self.table.shape.tokens
+        if not self.normed(product):
+            return tokens
+        rows = 8 if product == "gate_up" else 16
+        return -(-rows * tokens * self.table.at_once(product) // 32)
+
     def normed(self, product: ProductName) -> bool:
         return product in ("qkv", "gate_up", "head")
 
@@ -178,7 +205,7 @@ class DecodeStep(Polled, SplitAttention):
         t, first = self.table, self.table.barriers_start
         lines = [".reg .pred p; .reg .b32 at; setp.eq.s32 p, $1, 0; mov.u32 at, global_smem;"]
         for slot in range(t.ring_slots):
-            lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * slot}], 1;")
+            lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * slot}], {self.loaders};")
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * (t.ring_slots + slot)}], {t.warps};")
         lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; @p st.shared.b32 [at+{t.flag_start}], nil; }}")
         lines.append("@p fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
@@ -186,14 +213,14 @@ class DecodeStep(Polled, SplitAttention):
 
     @property
     def await_room(self) -> str:
-        """PTX that waits until the slot at barrier $1 (parity $2) is full, or, while the flag is 0, the slot at $3 (parity $4),
-        which was asked for earlier. $5: address of shared memory; $6: address of the status; $7: its value if it takes too
-        long."""
+        """PTX that waits until the slot at barrier $1 (parity $2) is full, and, unless the flag is 0, also the slot at $3
+        (parity $4), which was asked for later. $5: address of shared memory; $6: address of the status; $7: its value if it
+        takes too long."""
         lines = [".reg .pred p, more; .reg .b32 m, n; mov.b32 n, 0;"]
         lines += ["AGAIN: mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; vote.sync.all.pred p, p, 0xffffffff;"]
-        lines += ["@p bra DONE; mbarrier.test_wait.parity.shared::cta.b64 p, [$3], $4;"]
-        lines += [f"ld.volatile.shared.b32 m, [$5+{self.table.flag_start}]; setp.eq.and.s32 p, m, 0, p;"]
-        lines += ["vote.sync.all.pred p, p, 0xffffffff; @p bra DONE;"]
+        lines += ["@!p bra CHECK; mbarrier.test_wait.parity.shared::cta.b64 p, [$3], $4;"]
+        lines += [f"ld.volatile.shared.b32 m, [$5+{self.table.flag_start}]; setp.eq.or.s32 p, m, 0, p;"]
+        lines += ["vote.sync.all.pred p, p, 0xffffffff; @p bra DONE; CHECK:"]
         lines += [*self._once_more("n", "m", "AGAIN", "DONE", "$6", "$7", 255), "DONE: mov.b32 $0, 0;"]
         return "{\n" + "\n".join(lines) + "\n}"
 
@@ -208,14 +235,15 @@ class DecodeStep(Polled, SplitAttention):
     def fill(self, product: ProductName, index: int) -> str:
         """PTX that fills a slot. $1 lane, $2 barrier, $3 slot, $4 source of codes, $5 their bytes, $6 source of scales, $7
         their bytes, $8 bytes of the last tile if it is alone in its unit, else 0. That tile is copied twice: x has zeros where
-        the second one would be, and by zeros only finite numbers may be multiplied. Lane 0 copies codes; of 16-bit weights 16
-        lanes copy a row each, whose place, source and bytes are $3, $4, $5 and $8."""
+        the second one would be, and by zeros only finite numbers may be multiplied. Lane 0 copies codes; of 16-bit weights the
+        first lanes of each loader's warp copy a row each, whose place, source and bytes are $3, $4, $5 and $8."""
         copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
         unit, odd = self.form(product, index).unit, self.table.k_tiles(product) % 2
         lines = [".reg .pred p, q; .reg .b32 at, all; .reg .b64 from, size;", "setp.eq.s32 p, $1, 0; add.u32 all, $5, $8;"]
-        lines += ["shl.b32 all, all, 4;" if unit.dense else "add.u32 all, all, $7;"]
+        rows = 16 // self.loaders
+        lines += [f"mul.lo.u32 all, all, {rows};" if unit.dense else "add.u32 all, all, $7;"]
         lines += ["@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], all;"]
-        lines += ["setp.lt.s32 p, $1, 16;"] if unit.dense else []
+        lines += [f"setp.lt.s32 p, $1, {rows};"] if unit.dense else []
         lines += [f"setp.ne.and.s32 q, $5, 0, p; @q {copy} [$3], [$4], $5, [$2];"]
         if odd:
             lines += ["setp.ne.and.s32 q, $8, 0, p; add.u32 at, $3, $5; cvt.u64.u32 size, $5; add.u64 from, $4, size;"]
@@ -235,6 +263,17 @@ class DecodeStep(Polled, SplitAttention):
             "setp.ne.and.s32 p, a, 0x7fedcba9, p; setp.ne.and.s32 p, b, 0x7fedcba9, p; bar.warp.sync 0xffffffff;\n"
             f"@p mbarrier.arrive.shared::cta.b64 _, [$1]{times}; mov.b32 $0, 0; }}"
         )
+
+    def place_of_turn(self, turn: int) -> int:
+        """Distance in shared memory, in bytes, of the vectors of x that a lane stores in a turn of `gather_x` from those of the
+        first turn. In each turn a warp has two rows of 16 vectors: of two tokens, or with one token of two chunks."""
+        chunk, token = divmod(2 * turn, self.table.shape.tokens)
+        return (chunk * 16 * self.table.shape.tokens + token) * 16
+
+    def source_of_turn(self, product: ProductName, turn: int) -> int:
+        """As `place_of_turn`, in the vector of a product's x."""
+        chunk, token = divmod(2 * turn, self.table.shape.tokens)
+        return token * self.table.shape.columns(product) * 2 + chunk * self.table.warps * 256
 
     @property
     def read_x(self) -> str:
@@ -353,6 +392,12 @@ def same_thread(at, C: gl.constexpr):
 
 
 @gluon.jit
+def warp_number():
+    """Returns the number of this warp, on which a whole warp may branch."""
+    return asm("{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; }", "=r", [], gl.int32)
+
+
+@gluon.jit
 def field(args, layer, name: gl.constexpr, C: gl.constexpr):
     """Returns a field of the table of layers."""
     COUNT: gl.constexpr = len(FIELDS_OF)
@@ -362,6 +407,7 @@ def field(args, layer, name: gl.constexpr, C: gl.constexpr):
 PIECES_AT_ONCE = gl.constexpr(8)
 """Vectors of x that a lane asks for at a time."""
 
+EMPTY_WORD = gl.constexpr(EMPTY)
 FIELDS_OF = gl.constexpr(FIELDS)
 WAITS_OF = gl.constexpr(WAITS)
 K_BLOCK = gl.constexpr(BLOCK_K)
@@ -402,6 +448,12 @@ def later_place(place, slots, C: gl.constexpr):
 
 
 @gluon.jit
+def set_flag(at, value: gl.constexpr, condition, C: gl.constexpr):
+    """Sets the flag for the loader if a condition holds: 1 while few slots shall be in flight."""
+    run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0 + value, at.index * 0 + condition.to(gl.int32)])
+
+
+@gluon.jit
 def own_row_blocks(product: gl.constexpr, C: gl.constexpr):
     """Returns the first row block of this block and the one after its last."""
     COUNT: gl.constexpr = ptx(C.table.row_blocks, product)
@@ -423,11 +475,13 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
     FEW: gl.constexpr = T.in_flight[0]
     MANY: gl.constexpr = T.in_flight[1]
     TILES: gl.constexpr = ptx(T.k_tiles, product)
-    PARTS: gl.constexpr = ptx(T.parts, product)
-    AT_ONCE: gl.constexpr = 1 if PARTS == 1 else ptx(T.at_once, product)
-    STEP: gl.constexpr = ptx(T.chunks_at_once, product) * ptx(T.slots_of_chunk, product, index)
+    BY_CHUNKS: gl.constexpr = ptx(T.by_chunks, product)
+    AT_ONCE: gl.constexpr = ptx(T.at_once, product) if BY_CHUNKS else 1
     ALL: gl.constexpr = ptx(T.chunks, product) * ptx(T.slots_of_chunk, product, index)
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    STEP: gl.constexpr = ptx(T.slots_of_chunk, product, index) if BY_CHUNKS else ALL
+    LOADERS: gl.constexpr = C.loaders
+    lane = gl.arange(0, 32 * LOADERS, gl.BlockedLayout([1], [32], [LOADERS], [0])) & 31
+    warp = warp_number() & (LOADERS - 1)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + lane * 0
     barriers = start + T.barriers_start
     codes = field(args, layer, product + " codes", C)
@@ -436,27 +490,29 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
     for begin in range(first, end, AT_ONCE):
         for part in range(0, ALL, STEP):
             for row_block in range(begin, gl.minimum(begin + AT_ONCE, end)):
-                for number in range(part, gl.minimum(part + STEP, ALL)):
+                for number in range(part, part + STEP):
                     await_barrier(
                         barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status,
                         status_of(layer, "a free slot", C), C,
                     )  # fmt: skip
                     if issued >= MANY:
-                        later, earlier = issued - FEW, issued - MANY
+                        earlier, later = issued - MANY, issued - FEW
                         run(
                             C.await_room, "=r,r,r,r,r,r,l,r",
-                            [barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1),
-                             barriers + 8 * (earlier % SLOTS), lane * 0 + (earlier // SLOTS & 1), start, args.status,
+                            [barriers + 8 * (earlier % SLOTS), lane * 0 + (earlier // SLOTS & 1),
+                             barriers + 8 * (later % SLOTS), lane * 0 + (later // SLOTS & 1), start, args.status,
                              status_of(layer, "weights", C)],
                         )  # fmt: skip
                     tiles = gl.maximum(gl.minimum(TILES - number * (2 * UNITS), 2 * UNITS), 0)
                     to = start + place.slot * T.slot_bytes
                     if UNIT.dense:
-                        source, size, last = rows_of_slot(codes, row_block, number, tiles, lane, product, UNITS, C)
-                        to += (lane & 15) * ptx(UNIT.row_bytes, UNITS)
+                        row = (warp * (16 // LOADERS) + lane) & 15
+                        source, size, last = rows_of_slot(codes, row_block, number, tiles, row, product, UNITS, C)
+                        to += row * ptx(UNIT.row_bytes, UNITS)
                         scales = source
                         scales_size = tiles * 0
                     else:
+                        tiles = gl.where(warp == 0, tiles, 0)
                         tile = lane * 0 + (row_block * TILES + number * (2 * UNITS))
                         source = codes + tile.to(gl.int64) * (UNIT.code_bytes // 2)
                         size = tiles * (UNIT.code_bytes // 2)
@@ -473,12 +529,11 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
 
 
 @gluon.jit
-def rows_of_slot(weights, row_block, part, tiles, lane, product: gl.constexpr, UNITS: gl.constexpr, C: gl.constexpr):
-    """Returns a lane's row of 16-bit weights in a slot: its address, its bytes, and the bytes of the last tile if that is alone
-    in its unit. Rows of gate and up alternate in eights, as they do in the fragment order."""
+def rows_of_slot(weights, row_block, part, tiles, row, product: gl.constexpr, UNITS: gl.constexpr, C: gl.constexpr):
+    """Returns a row of 16-bit weights in a slot: its address, its bytes, and the bytes of the last tile if that is alone in its
+    unit. Rows of gate and up alternate in eights, as they do in the fragment order."""
     K: gl.constexpr = ptx(C.table.shape.columns, product)
     N: gl.constexpr = ptx(C.table.shape.rows, product)
-    row = lane & 15
     if product == "gate_up":
         of_w = (row_block * 8 + (row & 7)) + (row >> 3) * (N // 2)
     else:
@@ -529,18 +584,28 @@ def gather_x(source, args, at, layer, first: gl.constexpr, product: gl.constexpr
     VECTORS: gl.constexpr = ptx(T.shape.columns, product) // 8
     PIECES: gl.constexpr = min(ptx(T.chunks_at_once, product), ptx(T.chunks, product) - first) * M * 16
     TURNS: gl.constexpr = (PIECES + 31) // 32
+    WHOLE: gl.constexpr = VECTORS % (16 * T.warps) == 0  # every warp has columns in every chunk
+    HALF: gl.constexpr = VECTORS if M > 1 else 16 * T.warps  # vectors from lane 0's to lane 16's
     to = at.start + T.x_start + at.warp * T.x_warp_bytes
+    half, low = at.lane >> 4, at.lane & 15
+    own = source + (half * HALF + (first * T.warps + at.warp) * 16 + low) * 16
+    own_place = to + (low * M + half * (1 if M > 1 else 16)) * 16
     for begin in gl.static_range(0, TURNS, PIECES_AT_ONCE):
         addresses = ()
         places = ()
         exist = ()
         for i in gl.static_range(min(PIECES_AT_ONCE, TURNS - begin)):
-            piece = gl.minimum(at.lane + 32 * (begin + i), PIECES - 1)
-            token, chunk = (piece >> 4) % M, (piece >> 4) // M
-            column = ((first + chunk) * T.warps + at.warp) * 16 + (piece & 15)
-            places = places + (to + ((chunk * 16 + (piece & 15)) * M + token) * 16,)
-            addresses = addresses + (source + (token * VECTORS + gl.minimum(column, VECTORS - 1)) * 16,)
-            exist = exist + (column < VECTORS,)
+            if WHOLE and 32 * (begin + i + 1) <= PIECES:  # constant distances, so that a lane has few addresses
+                places = places + (own_place + ptx(C.place_of_turn, begin + i),)
+                addresses = addresses + (own + ptx(C.source_of_turn, product, begin + i),)
+                exist = exist + (True,)
+            else:
+                piece = gl.minimum(at.lane + 32 * (begin + i), PIECES - 1)
+                token, chunk = (piece >> 4) % M, (piece >> 4) // M
+                column = ((first + chunk) * T.warps + at.warp) * 16 + (piece & 15)
+                places = places + (to + ((chunk * 16 + (piece & 15)) * M + token) * 16,)
+                addresses = addresses + (source + (token * VECTORS + gl.minimum(column, VECTORS - 1)) * 16,)
+                exist = exist + (column < VECTORS,)
         words = poll(
             addresses, at.lane * 0 + 1, args.status, status_of(layer, wait, C), min(PIECES_AT_ONCE, TURNS - begin), 4, C
         )
@@ -567,7 +632,8 @@ def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.cons
     T: gl.constexpr = C.table
     S: gl.constexpr = ptx(C.form, product, index).k_block
     M: gl.constexpr = T.shape.tokens
-    COUNT: gl.constexpr = S.sums // 2
+    COUNT: gl.constexpr = max(S.groups, 1)
+    OF_GROUP: gl.constexpr = S.sums // COUNT  # of raw codes four, of which the last two are multiples of the others
     row, pair = at.lane & 7, at.lane & 3
     for first in gl.static_range(0, chunks, 8 // M):
         chunk = gl.minimum(first + row // M, chunks - 1)
@@ -580,22 +646,29 @@ def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.cons
             own = ((at.lane < 4) & (of_chunk < chunks)).to(gl.int32)
             place = x_sums_start(at, C) + (of_chunk * (COUNT * M) + column % M) * 4
             for i in gl.static_range(COUNT):
-                run(C.store_float, "=r,r,f,r", [place + 4 * M * i, sums[2 * i + h], own])
+                run(C.store_float, "=r,r,f,r", [place + 4 * M * i, sums[OF_GROUP * i + h], own])
     run(C.sync_warp, "=r", [])
 
 
 @gluon.jit
-def load_x_sums(at, chunk, count: gl.constexpr, C: gl.constexpr):
-    """Returns `count` pairs of a lane's sums of x in a chunk; sums of tokens that do not exist are those of others."""
+def load_x_sums(at, chunk, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns a lane's sums of x in a chunk, if the weights' form needs them; sums of tokens that do not exist are those of
+    others."""
     M: gl.constexpr = C.table.shape.tokens
-    place = x_sums_start(at, C) + chunk * (count * M * 4) + gl.minimum(at.lane & 3, max(M // 2, 1) - 1) * 8
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    COUNT: gl.constexpr = max(S.groups, 1) if S.sums > 0 else 0
+    FACTOR: gl.constexpr = S.raw_offsets[1] // S.raw_offsets[0]
+    place = x_sums_start(at, C) + chunk * (COUNT * M * 4) + gl.minimum(at.lane & 3, max(M // 2, 1) - 1) * 8
     sums = ()
-    for i in gl.static_range(count):
+    for i in gl.static_range(COUNT):
         if M == 1:
             one = asm(C.load_float, "=f,r", [place + 4 * i], gl.float32)
-            sums = sums + (one, one)
+            both = (one, one)
         else:
-            sums = sums + asm(C.load_two, "=&f,=&f,r", [place + 4 * M * i], C.load_two_types)
+            both = asm(C.load_two, "=&f,=&f,r", [place + 4 * M * i], C.load_two_types)
+        sums = sums + both
+        if S.raw:
+            sums = sums + (both[0] * FACTOR, both[1] * FACTOR)
     return sums
 
 
@@ -619,38 +692,147 @@ def read_unit(at, slot, product: gl.constexpr, index: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def multiply_unit(
-    args, at, layer, place, acc, chunk, first: gl.constexpr, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
-):
-    """Adds the product of this warp's unit of a chunk, once its slot is full, and releases the slot. `chunk`: since chunk
-    `first`, with which x in shared memory begins."""
+def load_x(at, chunk, C: gl.constexpr):
+    """Returns a lane's words of this warp's k block of x in a chunk: fragments of the matrix instructions."""
     T: gl.constexpr = C.table
-    S: gl.constexpr = ptx(C.form, product, index).k_block
     M: gl.constexpr = T.shape.tokens
-    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
-    UNITS: gl.constexpr = ptx(T.units, product, index)
-    SLOTS: gl.constexpr = ptx(T.slots_of_chunk, product, index)
-    x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M)
-    x_at += ((at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)) * 16
-    barriers = at.start + T.barriers_start
-    own = place
-    if SLOTS > 1:
-        own = later_place(place, at.warp // UNITS, C)
-    await_barrier(barriers + 8 * own.slot, own.phase, args.status, status_of(layer, "weights", C), C)
-    read = read_unit(at, own.slot, product, index, C)
-    x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+    row = (at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)
+    x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M) + row * 16
+    return asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+
+
+@gluon.jit
+def x_of_chunks(at, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns a lane's words of x of all chunks of a product, and their sums over groups if the weights' form needs them."""
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    x = ()
     sums = ()
-    if S.sums > 0:
-        sums = load_x_sums(at, chunk, S.sums // 2, C)
-    new = asm(S.asm, S.constraints, read[0 : S.words] + x + read[S.words :] + sums + acc, S.types)
-    run(ptx(C.release, SLOTS), "=r,r,r,f,f", [barriers + 8 * (T.ring_slots + own.slot), at.lane, new[0], new[2]])
-    if K_BLOCKS % T.warps != 0:  # some warps have no k block in the last chunk
-        exists = (first + chunk) * T.warps + at.warp < K_BLOCKS
+    for chunk in gl.static_range(ptx(C.table.chunks, product)):
+        words = load_x(at, chunk, C)
+        x = x + words
+        if S.sums > 0:
+            sums = sums + asm(S.sum_asm, S.sum_constraints, words, S.sum_types)
+    return x, sums
+
+
+@gluon.jit
+def own_slot(at, place, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns the slot with this warp's unit of the chunk that begins at `place`."""
+    UNITS: gl.constexpr = ptx(C.table.units, product, index)
+    own = place
+    if ptx(C.table.slots_of_chunk, product, index) > 1:
+        own = later_place(place, at.warp // UNITS, C)
+    return own
+
+
+@gluon.jit
+def read_full(args, at, layer, own, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns a lane's words of this warp's unit of a slot, once that is full."""
+    full = at.start + C.table.barriers_start + 8 * own.slot
+    await_barrier(full, own.phase, args.status, status_of(layer, "weights", C), C)
+    return read_unit(at, own.slot, product, index, C)
+
+
+@gluon.jit
+def add_unit(read, x, sums, acc, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns a lane's sums with the product of a unit."""
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    return asm(S.asm, S.constraints, read[0 : S.words] + x + read[S.words :] + sums + acc, S.types)
+
+
+@gluon.jit
+def release(at, own, sums, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Marks a slot as empty, once `sums` with all its words are known."""
+    T: gl.constexpr = C.table
+    SLOTS: gl.constexpr = ptx(T.slots_of_chunk, product, index)
+    empty = at.start + T.barriers_start + 8 * (T.ring_slots + own.slot)
+    run(ptx(C.release, SLOTS), "=r,r,r,f,f", [empty, at.lane, sums[0], sums[2]])
+
+
+@gluon.jit
+def of_own_block(new, old, at, chunk, product: gl.constexpr, C: gl.constexpr):
+    """Returns the sums `new`, or `old` if this warp has no k block in a chunk: some have none in the last one."""
+    T: gl.constexpr = C.table
+    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, product)
+    kept = new
+    if K_BLOCKS % T.warps != 0:
+        exists = chunk * T.warps + at.warp < K_BLOCKS
         kept = ()
         for i in gl.static_range(4):
-            kept = kept + (gl.where(exists, new[i], acc[i]),)
-        new = kept
-    return later_place(place, SLOTS, C), new
+            kept = kept + (gl.where(exists, new[i], old[i]),)
+    return kept
+
+
+@gluon.jit
+def multiply_units(
+    args, at, layer, place, accs, x, sums, chunk, number: gl.constexpr, step: gl.constexpr, product: gl.constexpr,
+    index: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Adds the products of `number` units, which are read before any is multiplied, so that their instructions do not depend on
+    each other. `step` 0: units of as many row blocks in one chunk, with an accumulator each and the same x; 1: those of
+    consecutive chunks of a row block."""
+    S: gl.constexpr = ptx(C.form, product, index).k_block
+    WORDS: gl.constexpr = S.words + S.scale_words
+    slots = ()
+    phases = ()
+    read = ()
+    for _ in gl.static_range(number):
+        own = own_slot(at, place, product, index, C)
+        slots = slots + (own.slot,)
+        phases = phases + (own.phase,)
+        read = read + read_full(args, at, layer, own, product, index, C)
+        place = later_place(place, ptx(C.table.slots_of_chunk, product, index), C)
+    products = ()
+    new_accs = ()
+    acc = accs[0:4]
+    for i in gl.static_range(number):
+        of_x, of_sums = x[16 * i * step : 16 * (i * step + 1)], sums[S.sums * i * step : S.sums * (i * step + 1)]
+        if step == 0:
+            acc = accs[4 * i : 4 * i + 4]
+        new = add_unit(read[WORDS * i : WORDS * (i + 1)], of_x, of_sums, acc, product, index, C)
+        products = products + new
+        acc = of_own_block(new, acc, at, chunk + i * step, product, C)
+        new_accs = new_accs + acc
+    for i in gl.static_range(number):
+        release(at, RingPlace(slots[i], phases[i]), products[4 * i : 4 * i + 4], product, index, C)
+    if step > 0:
+        new_accs = acc
+    return place, new_accs
+
+
+@gluon.jit
+def multiply_row_block(args, at, layer, place, x, sums, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns the place after a row block, and this warp's product of it. `x` of all chunks, and its `sums`, in registers."""
+    SUMS: gl.constexpr = ptx(C.form, product, index).k_block.sums
+    AT_ONCE: gl.constexpr = ptx(C.units_at_once, product, index)
+    zero = at.lane.to(gl.float32) * 0.0
+    acc = (zero, zero, zero, zero)
+    for chunk in gl.static_range(0, ptx(C.table.chunks, product), AT_ONCE):
+        of_x, of_sums = x[16 * chunk : 16 * (chunk + AT_ONCE)], sums[SUMS * chunk : SUMS * (chunk + AT_ONCE)]
+        place, acc = multiply_units(
+            args, at, layer, place, acc, of_x, of_sums, chunk, AT_ONCE, 1, product, index, C
+        )  # fmt: skip
+    return place, acc
+
+
+@gluon.jit
+def multiply_chunk(
+    args, at, layer, place, accs, chunk, first: gl.constexpr, number: gl.constexpr, product: gl.constexpr,
+    index: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Adds the products of a chunk of `number` row blocks. `chunk`: since chunk `first`, with which x in shared memory
+    begins."""
+    AT_ONCE: gl.constexpr = min(number, ptx(C.units_at_once, product, index))
+    x = load_x(at, chunk, C)
+    sums = load_x_sums(at, chunk, product, index, C)
+    new = ()
+    for i in gl.static_range(0, number, AT_ONCE):
+        of_units = accs[4 * i : 4 * min(i + AT_ONCE, number)]
+        place, of_units = multiply_units(
+            args, at, layer, place, of_units, x, sums, first + chunk, min(AT_ONCE, number - i), 0, product, index, C
+        )  # fmt: skip
+        new = new + of_units
+    return place, new
 
 
 @gluon.jit
@@ -660,29 +842,43 @@ def squares_of_lane(source, at, C: gl.constexpr):
     BLOCKS: gl.constexpr = C.table.blocks
     TURNS: gl.constexpr = C.squares_turns
     token = gl.minimum(at.warp, M - 1)
+    first = source + (at.lane * M + token) * 4
     addresses = ()
     for i in gl.static_range(TURNS):
-        addresses = addresses + (source + (gl.minimum(at.lane + 32 * i, BLOCKS - 1) * M + token) * 4,)
+        if 32 * (i + 1) <= BLOCKS:
+            addresses = addresses + (first + 128 * M * i,)
+        else:
+            addresses = addresses + (source + (gl.minimum(at.lane + 32 * i, BLOCKS - 1) * M + token) * 4,)
     return addresses
 
 
 @gluon.jit
-def rms_to_shared(loaded, addresses, factor, needed, args, at, layer, product: gl.constexpr, C: gl.constexpr):
+def squares_ahead(loaded, source, at, needed, C: gl.constexpr):
+    """If needed, returns a lane's partial sums of squares as they are now, for `rms_to_shared`; else `loaded`."""
+    if needed:
+        loaded = load_ahead(squares_of_lane(source, same_thread(at, C), C), C.squares_turns, C)
+    return loaded
+
+
+@gluon.jit
+def rms_to_shared(loaded, source, needed, factor, args, at, layer, product: gl.constexpr, C: gl.constexpr):
     """If needed, warp i adds up the partial sums of squares of token i in order, and stores 1 / (rms * x's factor)."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     TURNS: gl.constexpr = C.squares_turns
     WAIT: gl.constexpr = "squares before gate-up" if product == "gate_up" else "squares before " + product
-    own = (at.warp < M) & needed
-    words = poll_ahead(loaded, addresses, own.to(gl.int32), args.status, status_of(layer, WAIT, C), TURNS, C)
-    total = at.lane.to(gl.float32) * 0.0
-    for i in gl.static_range(TURNS):
-        total += gl.where(at.lane + 32 * i < T.blocks, words[i].to(gl.float32, bitcast=True), 0.0)
-    for step in gl.static_range(5):
-        total += exchanged(total, 1 << step)
-    root = gl.rsqrt(total * args.inverse_width + args.eps) * factor
-    to = at.start + T.rms_start + gl.minimum(at.warp, M - 1) * 4
-    run(C.store_float, "=r,r,f,r", [to, root, (own & (at.lane == 0)).to(gl.int32)])
+    if needed:
+        at = same_thread(at, C)  # addresses take registers here only
+        addresses = squares_of_lane(source, at, C)
+        words = poll_ahead(loaded, addresses, at.lane * 0 + 1, args.status, status_of(layer, WAIT, C), TURNS, C)
+        total = at.lane.to(gl.float32) * 0.0
+        for i in gl.static_range(TURNS):
+            total += gl.where(at.lane + 32 * i < T.blocks, words[i].to(gl.float32, bitcast=True), 0.0)
+        for step in gl.static_range(5):
+            total += exchanged(total, 1 << step)
+        root = gl.rsqrt(total * args.inverse_width + args.eps) * factor
+        to = at.start + T.rms_start + gl.minimum(at.warp, M - 1) * 4
+        run(C.store_float, "=r,r,f,r", [to, root, (at.lane == 0).to(gl.int32)])
 
 
 @gluon.jit
@@ -752,7 +948,8 @@ def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, index: gl.
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     F: gl.constexpr = ptx(C.form, product, index)
-    place = T.sums_start + parity * T.sums_bytes + out.row_block * (T.warps * 64 * M) + ((out.row + 8 * i) * M + out.token) * 4
+    place = T.sums_start + parity * T.sums_bytes + out.row_block * ptx(T.sums_stride, product)
+    place += ((out.row + 8 * i) * M + out.token) * 4
     total = asm(add_strided(T.warps, 64 * M), "=&f,r", [place], gl.float32) * F.k_block.factor
     if F.channel is not None:
         total *= out.channel[i]
@@ -765,27 +962,27 @@ def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, index: gl.
 
 @gluon.jit
 def store_h(args, to, place, kept, gamma, exists, squares, C: gl.constexpr):
-    """Stores a thread's element of h, and h * gamma in the vector `to`; returns the warp's `squares` with its square."""
+    """Stores a thread's element of h, and h * gamma in the vector `to`; returns the thread's `squares` with its square."""
     gl.store(args.h + place, kept, mask=exists)
     new = gl.where(exists, kept.to(gl.float32), 0.0)
     publish_pair(to + (place.to(gl.int64) - (place & 1)) * 2, new * gamma, exists.to(gl.int32), C)
-    square = new * new
-    for step in gl.static_range(5):
-        square += exchanged(square, 1 << step)
-    return squares + square
+    return squares + new * new
 
 
 @gluon.jit
 def store_squares(to, at, squares, C: gl.constexpr):
-    """Stores a block's sums of squares in the vector `to`: those of token i are in warp i."""
+    """Stores a block's sums of squares in the vector `to`: those of token i are in the threads of warp i. Other blocks wait for
+    x first, so they are added up when all of that is stored."""
     M: gl.constexpr = C.table.shape.tokens
-    place = to + (gl.program_id(0) * M + at.warp) * 4
-    publish(place, squares, ((at.lane == 0) & (at.warp < M)).to(gl.int32), C)
+    if warp_number() < M:
+        for step in gl.static_range(5):
+            squares += exchanged(squares, 1 << step)
+        publish(to + (gl.program_id(0) * M + at.warp) * 4, squares, (at.lane == 0).to(gl.int32), C)
 
 
 @gluon.jit
 def finish(args, at, layer, out, begin, parity, squares, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
-    """Stores a thread's output of a flush; with a residual adds the square of h to the warp's `squares`."""
+    """Stores a thread's output of a flush; with a residual adds the square of h to the thread's `squares`."""
     N: gl.constexpr = ptx(C.table.shape.rows, product)
     exists = out.exists.to(gl.int32)
     total = total_of(out, at, parity, 0, product, index, C)
@@ -837,7 +1034,7 @@ def receive_x(x, args, at, layer, first: gl.constexpr, product: gl.constexpr, in
     CHUNKS: gl.constexpr = min(ptx(C.table.chunks_at_once, product), ptx(C.table.chunks, product) - first)
     WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
     gather_x(x, args, at, layer, first, product, WAIT, C)
-    if ptx(C.form, product, index).k_block.sums > 0:
+    if ptx(C.form, product, index).k_block.sums > 0 and not ptx(C.x_in_registers, product, index):
         store_x_sums(at, CHUNKS, product, index, C)
 
 
@@ -845,23 +1042,26 @@ def receive_x(x, args, at, layer, first: gl.constexpr, product: gl.constexpr, in
 def multiply_own(
     args, at, layer, place, parity, x, squares_of, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """This block's rows of a product; returns the warp's sum of squares, too. Arguments as in `multiply_product`."""
+    """This block's rows of a product; returns the thread's sum of squares, too. Arguments as in `multiply_product`."""
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     AT_ONCE: gl.constexpr = ptx(T.at_once, product)
     CHUNKS: gl.constexpr = ptx(T.chunks, product)
     STEP: gl.constexpr = ptx(T.chunks_at_once, product)
     LONG: gl.constexpr = product == "gate_up" or product == "down"  # more weights than the ring holds, and x is next
+    BY_CHUNKS: gl.constexpr = ptx(T.by_chunks, product)
+    REGISTERS: gl.constexpr = ptx(C.x_in_registers, product, index)
+    STRIDE: gl.constexpr = ptx(T.sums_stride, product)
+    TURNS: gl.constexpr = C.squares_turns
     rows = row_vectors(args, layer, product, index, C)
     receive_x(x, args, at, layer, 0, product, index, C)
-    addresses = ()
-    loaded = ()
-    if ptx(C.normed, product):
-        addresses = squares_of_lane(squares_of, at, C)
-        loaded = load_ahead(addresses, C.squares_turns, C)
+    of_x = ()
+    of_sums = ()
+    if REGISTERS:
+        of_x, of_sums = x_of_chunks(at, product, index, C)
     if LONG:
-        run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0, at.index * 0 + 1])
-    zero = at.lane.to(gl.float32) * 0.0
+        set_flag(at, 0, at.index == 0, C)
+    zero, warp = at.lane.to(gl.float32) * 0.0, warp_number()
     squares = zero
     group, pair = at.lane >> 2, at.lane & 3
     own_sums = at.start + T.sums_start + at.warp * (64 * M) + (group * M + gl.minimum(2 * pair, max(M - 2, 0))) * 4
@@ -870,40 +1070,55 @@ def multiply_own(
         count = gl.minimum(end - begin, AT_ONCE)
         out = output_of(args, at, rows, begin, count, product, C)
         to = own_sums + parity * T.sums_bytes
-        if STEP == CHUNKS:
-            for row_block in range(count):
-                acc = (zero, zero, zero, zero)
-                for chunk in range(CHUNKS):
-                    if LONG:
-                        last = (begin + row_block == end - 1) & (chunk == CHUNKS - 1)
-                        one = at.index * 0 + 1
-                        run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, one, at.index * 0 + last.to(gl.int32)])
-                    place, acc = multiply_unit(args, at, layer, place, acc, chunk, 0, product, index, C)
-                run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * (T.warps * 64 * M), pair) + acc)
-        else:
+        loaded = (at.lane * 0 + EMPTY_WORD,) * TURNS
+        if BY_CHUNKS:
             accs = (zero, zero, zero, zero) * AT_ONCE
             for part in gl.static_range(0, CHUNKS, STEP):
                 if part > 0:
                     receive_x(x, args, at, layer, part, product, index, C)
-                elif begin > first:
+                elif (begin > first) & (STEP < CHUNKS):
                     receive_x(x, args, at, layer, 0, product, index, C)
-                new = ()
-                for i in gl.static_range(AT_ONCE):
-                    acc = accs[4 * i : 4 * i + 4]
-                    for chunk in range(gl.where(i < count, min(STEP, CHUNKS - part), 0)):
-                        place, acc = multiply_unit(args, at, layer, place, acc, chunk, part, product, index, C)
-                    new = new + acc
-                accs = new
-            if LONG:
-                last = begin + count == end
-                one = at.index * 0 + 1
-                run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, one, at.index * 0 + last.to(gl.int32)])
+                if count == AT_ONCE:
+                    for chunk in range(min(STEP, CHUNKS - part)):
+                        if LONG and part + STEP >= CHUNKS:
+                            set_flag(at, 1, (begin + count == end) & (part + chunk == CHUNKS - 1), C)
+                        place, accs = multiply_chunk(args, at, layer, place, accs, chunk, part, AT_ONCE, product, index, C)
+                else:
+                    for chunk in range(min(STEP, CHUNKS - part)):
+                        if LONG and part + STEP >= CHUNKS:
+                            set_flag(at, 1, part + chunk == CHUNKS - 1, C)
+                        new = ()
+                        for i in gl.static_range(AT_ONCE):
+                            acc = accs[4 * i : 4 * i + 4]
+                            if i < count:
+                                place, acc = multiply_chunk(args, at, layer, place, acc, chunk, part, 1, product, index, C)
+                            new = new + acc
+                        accs = new
             for i in gl.static_range(AT_ONCE):
-                run(C.store_sums, "=r,r,r,f,f,f,f", (to + i * (T.warps * 64 * M), pair) + accs[4 * i : 4 * i + 4])
+                run(C.store_sums, "=r,r,r,f,f,f,f", (to + i * STRIDE, pair) + accs[4 * i : 4 * i + 4])
+        else:
+            for row_block in range(count):
+                last = begin + row_block == end - 1
+                if LONG and REGISTERS:
+                    set_flag(at, 1, last, C)
+                if ptx(C.normed, product):  # late, when they have arrived; products take longer than the loads
+                    needed = (begin == first) & (row_block == count - 1) & (warp < M)
+                    loaded = squares_ahead(loaded, squares_of, at, needed, C)
+                acc = (zero, zero, zero, zero)
+                if REGISTERS:
+                    place, acc = multiply_row_block(args, at, layer, place, of_x, of_sums, product, index, C)
+                else:
+                    for chunk in range(CHUNKS):
+                        if LONG:
+                            set_flag(at, 1, last & (chunk == CHUNKS - 1), C)
+                        place, acc = multiply_chunk(args, at, layer, place, acc, chunk, 0, 1, product, index, C)
+                run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * STRIDE, pair) + acc)
         if ptx(C.normed, product):
-            rms_to_shared(loaded, addresses, rows.factor, begin == first, args, at, layer, product, C)
+            needed = (begin == first) & (warp < M)
+            rms_to_shared(loaded, squares_of, needed, rows.factor, args, at, layer, product, C)
         barrier()
-        squares = finish(args, at, layer, out, begin, parity, squares, product, index, C)
+        if warp < ptx(C.output_warps, product):
+            squares = finish(args, at, layer, out, begin, parity, squares, product, index, C)
         parity = parity ^ 1
     return place, parity, squares
 
@@ -997,8 +1212,7 @@ def attend(args, at, layer, vectors, number, task, active, tokens, start, parity
     WARPS: gl.constexpr = C.table.tile_warps
     begin = start + task.split * tokens
     end = gl.minimum(begin + tokens, task.position)
-    # A number for the whole warp, on which it may branch: warps without a tile leave the issue slots to the others.
-    warp = asm("{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; }", "=r", [], gl.int32)
+    warp = warp_number()  # warps without a tile leave the issue slots to the others
     first = begin + TILE * warp
     if (warp == WARPS - 1) & (task.split == 0):
         first = task.position
@@ -1205,7 +1419,8 @@ def decode_step(
         layers, vectors, h, tokens, embedding, row_scale, tables, positions, rows, status, logits, table_stride, inverse_width,
         eps,
     )  # fmt: skip
-    gl.warp_specialize([(math_warps, (args, C)), (load, (args, C))], [1], [32])
+    LOADERS: gl.constexpr = C.loaders
+    gl.warp_specialize([(math_warps, (args, C)), (load, (args, C))], [LOADERS], [32])
 
 
 class StepPlan:

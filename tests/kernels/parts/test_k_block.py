@@ -33,7 +33,7 @@ def test_raw_codes(fmt, group):
     assert KBlock.takes_raw(fmt, "fp16", group, "none")
     check_operands(raw.asm, raw.constraints)
     check_operands(raw.sum_asm, raw.sum_constraints)
-    assert raw.sums == 2 * max(raw.groups, 1) and converted.sums == 0
+    assert raw.sums == 4 * max(raw.groups, 1) and converted.sums == 0
     assert raw.asm.count("mma.sync") == converted.asm.count("mma.sync") == BLOCK_MMAS
     assert "sub.f16x2" in converted.asm and "f16x2" not in raw.asm
     assert raw.factor == 2.0**24 * converted.factor

@@ -142,6 +142,25 @@ def test_x_in_parts(monkeypatch):
     emulate(table, schemes, {"contexts": (3, 40)})
 
 
+def test_three_row_blocks_at_once(monkeypatch):
+    """Units are read two at a time, also where the sums of three row blocks are reduced together."""
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.MOST_X_BYTES", 1024)
+    table = small_table(hidden=640, blocks=6)
+    assert table.parts("qkv") == 2 and table.at_once("qkv") == table.at_once("gate_up") == 3
+    emulate(table, (), {"contexts": (3,)})
+
+
+def test_late_weights(monkeypatch):
+    """A slot may be full long after the slots behind it. A warp waits for every second slot of a ring of 5, so for the same
+    place every second time only: it must not take the contents that other warps wait for as its own."""
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.MOST_SLOTS", 5)
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.MOST_SLOT_BYTES", 9 << 10)
+    schemes = alike("16")
+    table = small_table(hidden=512, blocks=2, schemes=schemes)
+    assert table.ring_slots == 5 and table.slots_of_chunk("gate_up") == 2
+    emulate(table, schemes, {"contexts": (3,)})
+
+
 def test_a_missing_block_is_reported():
     """Where one block does not run, the others end, and the status says what they waited for."""
     case = Case(small_table())
@@ -188,25 +207,31 @@ def compiled(tokens, scheme="w4a16_g128", head="w8a16", dtype=torch.float16, sha
 
 @pytest.mark.parametrize(
     ("tokens", "options"),
-    [(1, {}), (2, {}), (4, {}), (1, {"scheme": "16", "head": "16"}), (1, {"scheme": "w6e3m2a16"}), (1, {"shape": "smollm2",
-    "scheme": "w8a16"})],
+    [(1, {}), (2, {}), (4, {}), (8, {}), (1, {"scheme": "16", "head": "16"}), (1, {"scheme": "w6e3m2a16"}), (1, {"shape":
+    "smollm2", "scheme": "w8a16"})],
 )  # fmt: skip
 def test_machine_code(tokens, options):
-    """All shared memory is one allocation at address 0 beside the state of roles; nothing is on the stack."""
+    """All shared memory is one allocation at address 0 beside the state of roles; nothing is on the stack, or a few
+    words at 8 tokens. A unit of 4 bits takes at most 100 instructions, with those of a wait that fails."""
     plan, kernel = compiled(tokens, **options)
     table = plan.table
     assert table.shared_bytes <= kernel.shared_bytes <= 227 << 10
     assert kernel.registers * 32 * (table.warps + LOADER_WARPS) <= 1 << 16
-    assert kernel.stack_bytes == 0
+    assert kernel.stack_bytes <= (128 if tokens == 8 else 0)
     products = [(first, last) for first, last in kernel.loops if any("HMMA" in line for line in kernel.lines[first : last + 1])]
     innermost = [
         loop
         for loop in products
         if not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in products)
     ]
-    assert len(innermost) == 6  # five products, and the tiles of attention
+    assert len(innermost) >= 6  # five products, and the tiles of attention
+    of_unit = []
     for first, last in innermost:
-        assert sum("HMMA" in line for line in kernel.lines[first : last + 1]) % 8 == 0
+        lines = kernel.lines[first : last + 1]
+        count = sum("HMMA" in line for line in lines)
+        assert count % 8 == 0
+        of_unit.append(len(lines) / (count // 8))
+    assert min(of_unit) <= 100 or options
 
 
 # ---- on a GPU
