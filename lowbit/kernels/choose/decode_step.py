@@ -500,15 +500,10 @@ class Faster:
     context: int
 
 
-FASTER = (
-    # 2026-11-28, Llama-3-8B's shape, 8-bit head, us of one launch / of launches. Int4 in groups of 128: 1,388 / 1,513 at 1,024
-    # tokens, 8 layers in contexts of 8,192 512 / 554; 2 rows 1,534 / 1,579; not of 4 rows, 1,737 / 1,703.
-    Faster("H200", 1, 100_000_000, 125_000_000, 8192),
-    Faster("H200", 2, 100_000_000, 125_000_000, 1024),
-    # 8 bits by channel, 8 layers at 1,024 tokens: 615 / 646. Slower: fp6, 580 / 554.
-    Faster("H200", 1, 200_000_000, 240_000_000, 1024),
-)
-"""All such measurements. Where there is none, `persistent_step=None` of an engine chooses the launches."""
+FASTER: tuple[Faster, ...] = ()
+"""All such measurements of the present kernel: none. That of 2026-11-28 was faster on an H200 for Llama-3-8B's shape, int4 at 1
+token (us of one launch / of launches: 1,388 / 1,513) and 2 (1,534 / 1,579) and in 8 bits at 1 (8 layers: 615 / 646), but had a
+fault, and was changed since. Where there is none, `persistent_step=None` of an engine chooses the launches."""
 
 
 def faster_context(shape: StepShape, machine: Machine) -> int:
