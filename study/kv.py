@@ -58,7 +58,7 @@ CACHE_BYTES = 1 << 30
 """Keys and values of the engine of the continuations."""
 TABLE = Path("lowbit/eval/data/kv.json")
 RESULTS = Path("benchmarks/results/study/kv")
-PAGE = Path("docs/kv.md")
+PAGE = Path("docs/internals/study-kv.md")
 
 Cells = dict[str, list[float | None]]
 """Metric -> value, standard error, count."""
