@@ -131,7 +131,7 @@ def main(
         raise ValueError(f"{results}: holds no result file; name a model to measure")
     write_json(table, divergences(documents))
     for name, of in BLOCKS.items():
-        replace_block(page, name, "\n\n".join(of(document) for document in documents))
+        replace_block(page, name, "\n\n".join(filter(None, map(of, documents))))
     say(f"wrote {table} and the tables of {page}")
 
 
