@@ -282,8 +282,11 @@ def activations(
 @app.command(name="conv")
 @user_errors
 def conv(
-    storages: Annotated[str, typer.Option(help="Activations, separated by commas: int4, int8.")] = "int4,int8",
-    batches: Annotated[str | None, typer.Option(help="Images, separated by commas: 1,8,32,128,256,2048.")] = None,
+    models: Annotated[
+        str, typer.Option(help="Networks, separated by commas: resnet50, efficientnet-lite0.")
+    ] = "resnet50,efficientnet-lite0",
+    storages: Annotated[str, typer.Option(help="Activations of ResNet-50, separated by commas: int4, int8.")] = "int4,int8",
+    batches: Annotated[str | None, typer.Option(help="Images of ResNet-50, separated by commas: 1,8,32,128,256,2048.")] = None,
     peers: Annotated[
         str, typer.Option(help="Rivals in fp16, separated by commas: cudnn, compile (torch.compile), or none.")
     ] = "cudnn",
@@ -291,7 +294,8 @@ def conv(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw where the time goes: a .png or .svg file.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file; needs no GPU.")] = None,
 ) -> None:
-    """Time ResNet-50 in INT4 and INT8 on this GPU, with its fusions on and off at batch 128, and every layer with its roofline.
+    """Time ResNet-50 in INT4 and INT8 on this GPU, with its fusions on and off at batch 128, and every layer with its roofline;
+    and EfficientNet-lite0 at batch 128.
 
     Needs an H100 or H200. Codes are compared with an integer reference first, bit for bit. The file is complete after every
     row, so Ctrl-C keeps what was measured.
@@ -315,7 +319,7 @@ def conv(
 
         if not torch.cuda.is_available():
             raise ValueError(f"bench conv measures an NVIDIA GPU and torch {torch.__version__} sees none")
-        from benchmarks.conv import BATCHES, run
+        from benchmarks.conv import BATCHES, MODELS, run
         from benchmarks.conv_network import FUSIONS
         from benchmarks.conv_rivals import RIVALS
         from lowbit.tune.trials import parse_rows
@@ -323,8 +327,11 @@ def conv(
         rivals = [] if peers == "none" else peers.split(",")
         if set(rivals) - set(RIVALS):
             raise ValueError(f"peers are {', '.join(RIVALS)} or none, got {peers}")
+        names = models.split(",")
+        if set(names) - set(MODELS):
+            raise ValueError(f"models are {' and '.join(MODELS)}, got {models}")
         batch_sizes = BATCHES if batches is None else parse_rows(batches)
-        path, document = run([STORAGES[n] for n in storage_names], batch_sizes, FUSIONS, rivals, out_file, err.print)  # type: ignore[misc]
+        path, document = run(names, [STORAGES[n] for n in storage_names], batch_sizes, FUSIONS, rivals, out_file, err.print)  # type: ignore[misc]
         err.print(f"wrote {path}")
     out.print(network_table(document))
     for storage in dict.fromkeys(row["storage"] for row in document["layers"]):

@@ -1,4 +1,5 @@
-"""`python -m benchmarks conv`: ResNet-50, 224 x 224, packed images to logits, in INT4 and INT8, and 16-bit rivals.
+"""`python -m benchmarks conv`: ResNet-50 and EfficientNet-lite0, 224 x 224, packed images to logits, in INT4 and INT8, and
+16-bit rivals.
 
 Each row is one CUDA graph. Before timing, all codes and logits are compared with the integer reference, bit for bit.
 """
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.conv_network import KernelWork, Network
+from benchmarks import conv_lite
+from benchmarks.conv_network import KernelWork, LaunchedNetwork, Network
 from benchmarks.conv_report import CONV, SCHEMA
 from benchmarks.conv_rivals import RIVALS
 from benchmarks.results import default_path, machine
@@ -22,6 +24,8 @@ from lowbit.eval.results import write_json
 from lowbit.hardware.machine import machine_of
 from lowbit.tune.timing import failures, reason, warm_up
 
+RESNET = "resnet50"
+MODELS = (RESNET, conv_lite.MODEL)
 BATCHES = (1, 8, 32, 128, 256, 2048)
 REPLAYS = 40
 CHECKED_IMAGES = 2
@@ -38,7 +42,9 @@ PROTOCOL = (
     "network's own buffers, so that small layers find their input in the L2. Rows of impl 'published' were measured by "
     "others: MLPerf Inference v4.1, ResNet-50 Offline, TensorRT INT8, 8 x H200, 756,960 images/s at batch 2048, an eighth of "
     "it per GPU. fp16, this run, channels-last, one CUDA graph each: cuDNN's fused convolution + bias + ReLU and convolution "
-    "+ add + ReLU; torch.compile of the module in its default mode with freezing, captured as all others."
+    "+ add + ReLU; torch.compile of the module in its default mode with freezing, captured as all others. EfficientNet-lite0: "
+    f"batch {conv_lite.BATCH}, codes of {conv_lite.CHECKED_IMAGES} images compared, storage is the scheme, weights as the row "
+    "says; fp16 by cuDNN is the module as it is, in one CUDA graph."
 )
 
 PUBLISHED = {"impl": "published", "storage": "int8", "fusion": "TensorRT, MLPerf v4.1", "batch": 2048, "images_s": 94620.0}
@@ -103,7 +109,7 @@ def measured(
         for storage in storages:
             for fusion in fusions if batch == LAYER_BATCH else fusions[-1:]:
                 say(f"ResNet-50 {storage} {fusion}, batch {batch}")
-                row = {"impl": "lowbit", "model": "resnet50", "storage": storage, "fusion": fusion, "batch": batch}
+                row = {"impl": "lowbit", "model": RESNET, "storage": storage, "fusion": fusion, "batch": batch}
                 try:
                     network = Network(storage, batch, fusion)
                     limit = sum(step_limit_us(step)[0] for step in network.steps) / 1e3
@@ -114,7 +120,7 @@ def measured(
                 torch.cuda.empty_cache()
         for rival in rivals:
             say(f"ResNet-50 fp16 by {rival}, batch {batch}")
-            row = {"impl": rival, "model": "resnet50", "storage": "fp16", "fusion": RIVALS[rival].fusion, "batch": batch}
+            row = {"impl": rival, "model": RESNET, "storage": "fp16", "fusion": RIVALS[rival].fusion, "batch": batch}
             try:
                 with torch.inference_mode():
                     graph = graph_of(RIVALS[rival].network(batch))
@@ -123,6 +129,41 @@ def measured(
             except failures() as error:
                 yield _row(row, None, batch, None, reason(error))
             torch.cuda.empty_cache()
+
+
+def lite_rows(rivals: Sequence[str], checked: list[dict[str, Any]], say: ProgressCallback) -> Iterator[dict[str, Any]]:
+    """Yields rows of EfficientNet-lite0: this library's first, then those of `rivals`, the slowest to compile last. Adds the
+    comparison of codes to `checked`; raises RuntimeError if any is wrong."""
+    model, weights = conv_lite.lite0()
+    say(f"EfficientNet-lite0, {weights} weights: tracing")
+    found = conv_lite.programs(model.cuda())
+    count = conv_lite.compile_kernels(found)
+    say(f"{count} kernels compiled")
+    known = {"model": conv_lite.MODEL, "batch": conv_lite.BATCH, "weights": weights}
+    for scheme, program in found.items():
+        network, images = LaunchedNetwork(program, conv_lite.BATCH), conv_lite.CHECKED_IMAGES
+        wrong = network.wrong_values(images)
+        checked.append({"model": conv_lite.MODEL, "storage": scheme, "fusion": "all", "images": images, "wrong_codes": wrong})
+        if wrong:
+            raise RuntimeError(f"{wrong} codes and logits of {conv_lite.MODEL}, {scheme} differ from the integer reference")
+        say(f"EfficientNet-lite0 {scheme}, batch {conv_lite.BATCH}")
+        limit = sum(step_limit_us(step)[0] for step in network.steps) / 1e3
+        row = {"impl": "lowbit", "storage": scheme, "fusion": "all"} | known
+        yield _row(row, replay_ms(network.launched.replay), conv_lite.BATCH, limit)
+        del network
+        torch.cuda.empty_cache()
+    for rival in (name for name in conv_lite.RIVALS if name in rivals):
+        say(f"EfficientNet-lite0 fp16 by {rival}, batch {conv_lite.BATCH}")
+        make, fusion = conv_lite.RIVALS[rival]
+        row = {"impl": rival, "storage": "fp16", "fusion": fusion} | known
+        try:
+            with torch.inference_mode():
+                graph = graph_of(make(model))
+                yield _row(row, replay_ms(graph.replay), conv_lite.BATCH, None)
+                del graph
+        except failures() as error:
+            yield _row(row, None, conv_lite.BATCH, None, reason(error))
+        torch.cuda.empty_cache()
 
 
 def _replays(batch: int) -> int:
@@ -134,10 +175,11 @@ def _row(row: dict[str, Any], ms: float | None, batch: int, limit: float | None,
 
 
 def run(
-    storages: Sequence[str], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str],
+    models: Sequence[str], storages: Sequence[str], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str],
     path: Path | None, say: ProgressCallback,
 ) -> tuple[Path, dict[str, Any]]:  # fmt: skip
-    """Checks, measures and writes the result file after every row. Returns its path and document.
+    """Checks, measures and writes the result file after every row: EfficientNet-lite0 first, which is fast. Returns its path
+    and document.
 
     Raises ValueError without a GPU of sm_90, and RuntimeError if codes differ from the reference.
     """
@@ -159,18 +201,24 @@ def run(
 
     check_file(path, CONV)
     warm_up()
+    if conv_lite.MODEL in models:
+        for row in lite_rows(rivals, document["checked"], say):
+            document["rows"].append(row)
+            write()
+    storages = storages if RESNET in models else ()
     for storage in storages:
         for fusion in fusions:
             wrong = Network(storage, CHECKED_IMAGES, fusion).wrong_values()
             document["checked"].append({"storage": storage, "fusion": fusion, "images": CHECKED_IMAGES, "wrong_codes": wrong})
             if wrong:
                 raise RuntimeError(f"{wrong} codes and logits of {storage}, {fusion} differ from the integer reference")
-    document["rows"].append(PUBLISHED | {"model": "resnet50", "ms": None, "limit_ms": None, "error": None})
+    if storages:
+        document["rows"].append(PUBLISHED | {"model": RESNET, "ms": None, "limit_ms": None, "error": None})
     for storage in storages:
         say(f"layers of {storage}")
         document["layers"] += layer_rows(storage, fusions[-1], LAYER_BATCH)
         write()
-    for row in measured(storages, batches, fusions, rivals, say):
+    for row in measured(storages, batches, fusions, rivals, say) if storages else ():
         document["rows"].append(row)
         write()
     document["complete"] = True

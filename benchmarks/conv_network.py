@@ -8,12 +8,14 @@ A fusion's name stands for it and all earlier ones:
     shortcut  the convolution of the shortcut computed inside the one it is added to
     stem      the max-pool computed inside the first convolution
     blocks    in stage 1, one kernel for the second and third convolution of a block and the first one of the next block
+    pairs     in stages 2 and 3, one kernel for the third convolution of a block and the first one of the next block
+    whole     and the second one of the block, where it keeps the size
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +26,7 @@ from lowbit.formats.conv import ACTIVATIONS, ConvLayer
 from lowbit.pack.stem import PIXEL_BYTES
 from lowbit.vision.bits import assign_bits, calibrate
 from lowbit.vision.device import DeviceProgram
-from lowbit.vision.fusion import KERNEL_FUSIONS
+from lowbit.vision.fusion import KERNEL_FUSIONS, UNMEASURED_FUSIONS
 from lowbit.vision.graph import Graph
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.memory import stems
@@ -33,6 +35,7 @@ from lowbit.vision.program import (
     AverageCodes,
     Convolve,
     FusedBottleneck,
+    FusedPair,
     Operation,
     PoolAverage,
     PoolMax,
@@ -45,6 +48,7 @@ from lowbit.vision.trace import FUSIONS as GRAPH_FUSIONS
 from lowbit.vision.trace import fuse, unfused
 
 FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
+"""Fusions with rows in result files; "pairs" and "whole" are not measured yet."""
 
 SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
 """Scheme by storage of activations. Weights keep 8 bits: 4-bit weights would not be faster, as weights are 0.1 % of the bytes
@@ -62,10 +66,11 @@ def traced(device: str) -> tuple[Graph, Tensor]:
 
 
 def up_to(fusion: str) -> tuple[str, ...]:
-    """Returns the fusions of the row of this name. Raises ValueError for a name that is not in `FUSIONS`."""
-    if fusion not in FUSIONS:
-        raise ValueError(f"fusions are {', '.join(FUSIONS)}, got {fusion!r}")
-    return FUSIONS[1 : FUSIONS.index(fusion) + 1]
+    """Returns the fusions of the row of this name. Raises ValueError for an unknown name."""
+    known = (*FUSIONS, *UNMEASURED_FUSIONS)
+    if fusion not in known:
+        raise ValueError(f"fusions are {', '.join(known)}, got {fusion!r}")
+    return known[1 : known.index(fusion) + 1]
 
 
 @functools.cache
@@ -86,14 +91,12 @@ class KernelWork:
     operations: float
 
 
-class Network:
-    """ResNet-50 with `storage` activations at a batch size, on the current GPU, with random images."""
+class LaunchedNetwork:
+    """A network at a batch size on the current GPU, with random images."""
 
-    def __init__(self, storage: str, batch: int, fusion: str = FUSIONS[-1]) -> None:
-        self.program = program_of(storage, fusion)
-        self.launched = DeviceProgram(
-            self.program, batch, torch.device("cuda"), [name for name in up_to(fusion) if name in KERNEL_FUSIONS]
-        )
+    def __init__(self, program: Program, batch: int, fusions: Collection[str] = KERNEL_FUSIONS) -> None:
+        self.program = program
+        self.launched = DeviceProgram(program, batch, torch.device("cuda"), fusions)
         self.images = torch.randn(batch, 3, IMAGE, IMAGE, device="cuda")
         self.launched.feed(self.images)
         operations = {operation.y: operation for operation in self.launched.program.operations}
@@ -102,17 +105,26 @@ class Network:
             KernelWork(names[y], call, *work_of(operations[y], self.launched.program, batch)) for y, call in self.launched.steps
         ]
 
-    def wrong_values(self) -> int:
-        """Returns how many codes of all values, and how many logits, differ from the reference."""
+    def wrong_values(self, images: int | None = None) -> int:
+        """Returns how many codes of all values, and how many logits, differ from the reference, in the first `images` images
+        (default: all)."""
         wanted: dict[str, Tensor] = {}
-        logits = self.program.run(self.images, on_value=lambda name, value: wanted.update({name: value}))
+        logits = self.program.run(self.images[:images], on_value=lambda name, value: wanted.update({name: value}))
         wrong, values = 0, self.launched.program.values
         operations = {operation.y: operation for operation in self.launched.program.operations}
         for y, call in self.launched.steps:
             call()
             codes = [name for name in outputs_of(operations[y]) if values[name].storage in ACTIVATIONS]
-            wrong += sum(int((self.launched.codes(name) != wanted[name]).sum()) for name in codes)
-        return wrong + int((self.launched.result() != logits).sum())
+            wrong += sum(int((self.launched.codes(name)[:images] != wanted[name]).sum()) for name in codes)
+        return wrong + int((self.launched.result()[:images] != logits).sum())
+
+
+class Network(LaunchedNetwork):
+    """ResNet-50 with `storage` activations."""
+
+    def __init__(self, storage: str, batch: int, fusion: str = KERNEL_FUSIONS[-1]) -> None:
+        kernel_fusions = [name for name in up_to(fusion) if name not in GRAPH_FUSIONS]
+        super().__init__(program_of(storage, fusion), batch, kernel_fusions)
 
 
 def labels(program: Program) -> dict[str, str]:
@@ -125,6 +137,9 @@ def labels(program: Program) -> dict[str, str]:
             case FusedBottleneck():
                 found[op.also] = op.third.layer.name
                 found[op.y] = f"{op.second.layer.name} to {op.following.layer.name}"
+            case FusedPair():
+                found[op.also] = op.third.layer.name
+                found[op.y] = f"{op.third.layer.name} and {op.following.layer.name}"
             case SumCodes():
                 found[op.y] = f"{found[op.x]} {'ReLU' if op.other is None else 'sum'}"
             case PoolMax():
@@ -141,8 +156,10 @@ def labels(program: Program) -> dict[str, str]:
 def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, float]:
     """Returns the bytes of inputs, weights and output, and the operations, of one operation for a batch."""
     moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *outputs_of(operation)))
-    if isinstance(operation, FusedBottleneck):
-        parts = [(conv, work_of(conv, program, batch)) for conv in (operation.second, operation.third, operation.following)]
+    if isinstance(operation, (FusedBottleneck, FusedPair)):
+        convs = [operation.third, operation.following]
+        convs += [operation.second] if isinstance(operation, FusedBottleneck) else []
+        parts = [(conv, work_of(conv, program, batch)) for conv in convs]
         return moved + sum(_weights_of(conv) for conv, _ in parts), sum(work for _, (_, work) in parts)
     if not isinstance(operation, Convolve):
         return moved, 0.0

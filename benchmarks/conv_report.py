@@ -27,13 +27,13 @@ def load(path: Path) -> dict[str, Any]:
 
 def network_table(document: dict[str, Any]) -> Table:
     """Returns a table with one line per network: milliseconds, images per second, share of its limit."""
-    table = Table("impl", "storage", "fusion", "batch", "ms", "images/s", "of its limit", title="ResNet-50, 224 x 224")
+    table = Table("model", "impl", "storage", "fusion", "batch", "ms", "images/s", "of its limit", title="224 x 224")
     for row in document["rows"]:
         ms, limit = row["ms"], row["limit_ms"]
         share = f"{100 * limit / ms:.0f} %" if ms and limit else "-"
         rate = f"{row['images_s']:,.0f}" if row["images_s"] else row["error"] or "-"
         table.add_row(
-            row["impl"], row["storage"], row["fusion"], str(row["batch"]), f"{ms:.3f}" if ms else "-", rate, share
+            row["model"], row["impl"], row["storage"], row["fusion"], str(row["batch"]), f"{ms:.3f}" if ms else "-", rate, share
         )  # fmt: skip
     return table
 

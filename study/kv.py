@@ -58,7 +58,7 @@ CACHE_BYTES = 1 << 30
 """Keys and values of the engine of the continuations."""
 TABLE = Path("lowbit/eval/data/kv.json")
 RESULTS = Path("benchmarks/results/study/kv")
-PAGE = Path("docs/kv.md")
+PAGE = Path("docs/internals/study-kv.md")
 
 Cells = dict[str, list[float | None]]
 """Metric -> value, standard error, count."""
@@ -131,7 +131,7 @@ def main(
         raise ValueError(f"{results}: holds no result file; name a model to measure")
     write_json(table, divergences(documents))
     for name, of in BLOCKS.items():
-        replace_block(page, name, "\n\n".join(of(document) for document in documents))
+        replace_block(page, name, "\n\n".join(filter(None, map(of, documents))))
     say(f"wrote {table} and the tables of {page}")
 
 

@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = {
     "docs/internals/mechanisms.md": ("", "tests/benchmarks/mechanisms/test_page.py"),
     "docs/internals/study.md": ("", "tests/study/test_page.py"),
-    "docs/kv.md": ("study/", "tests/study/test_kv.py"),
+    "docs/internals/study-kv.md": ("", "tests/study/test_kv.py"),
 }
 """Page -> beginning of the names of files whose figures another test reads, and that test."""
 NO_FIGURES = ("docs/internals/checklist.md", "docs/log/")

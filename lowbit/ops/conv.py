@@ -19,6 +19,7 @@ from lowbit.kernels.choose.depthwise import depthwise_tile
 from lowbit.kernels.reference.conv import average_pool_reference, conv_reference, max_pool_reference, quantize_reference
 from lowbit.ops.register import on_device_of_first
 from lowbit.pack.conv_layout import PackedConv
+from lowbit.pack.conv_pair import ThirdStages
 from lowbit.pack.grouped import GroupedBlocks
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
@@ -286,6 +287,10 @@ def launcher(
         from lowbit.kernels.sm80.grouped_conv import PreparedGrouped
 
         return PreparedGrouped(spec, packed, choice.layout)
+    if isinstance(choice.layout, ThirdStages):
+        from lowbit.kernels.sm90.conv_pair import PreparedThird
+
+        return PreparedThird(spec, packed, choice.layout.pair, machine.sm_count)
     if choice.tile is None:
         raise ValueError(f"{choice.kernel} takes a tile")
     if choice.kernel == "sm90/conv_strip":

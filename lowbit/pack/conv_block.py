@@ -38,16 +38,16 @@ def linked_order(columns: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def loaded_order(x: str) -> tuple[int, ...]:
-    """Returns, for each index along K, which of 64 channels it is, if each of a row's four threads loads the packed codes of 16
-    neighbouring channels.
+def loaded_order(x: str, channels: int = CHANNELS) -> tuple[int, ...]:
+    """Returns, for each index along K, which of `channels` channels it is, if each of a row's four threads loads the packed
+    codes of a quarter of them, which are neighbours.
 
     A word of 4-bit codes gives one register of even channels, then one of odd channels.
     """
     order = []
-    for k in range(64):
+    for k in range(channels):
         step, half, q, i = k // 32, k % 32 // 16, k % 16 // 4, k % 4
-        order.append(16 * q + 8 * step + (2 * i + half if x == "u4" else 4 * half + i))
+        order.append(channels // 4 * q + 8 * step + (2 * i + half if x == "u4" else 4 * half + i))
     return tuple(order)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import stored_dtype
+from lowbit.hardware.machine import machine_of
 from lowbit.ops.code_arrange import concat_codes, resize_codes
 from lowbit.ops.code_sum import sum_codes
 from lowbit.ops.code_table import gate_codes, map_codes
@@ -28,6 +29,7 @@ from lowbit.ops.conv import (
     prepare_stem,
 )
 from lowbit.ops.conv_block import prepare_block
+from lowbit.ops.conv_pair import prepare_pair
 from lowbit.ops.relayout import pack_values, unpack_values
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
@@ -42,6 +44,7 @@ from lowbit.vision.program import (
     Convolve,
     Dequantize,
     FusedBottleneck,
+    FusedPair,
     GateCodes,
     MapCodes,
     Operation,
@@ -61,15 +64,32 @@ def refusals(program: Program, device: torch.device) -> tuple[str, ...]:
 
 
 def captured(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Runs `launch` once, which compiles the kernels, and captures it as a CUDA graph. Returns `launch` itself on a CPU."""
-    launch()
-    if device.type != "cuda":
+    """Runs `launch` once and captures it as a CUDA graph. On a CPU, and where kernels are recorded instead of launched, returns
+    `launch` itself. The convolution kernels that Triton's cache lacks are compiled in several processes before."""
+    if device.type != "cuda" or compile_kernels(launch, device):
+        launch()
         return launch
+    launch()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
     return graph.replay
+
+
+def compile_kernels(launch: Callable[[], None], device: torch.device) -> bool:
+    """Compiles the convolution kernels that `launch` runs on a GPU, in several processes where Triton's cache lacks them.
+    Returns True, and compiles none, if this thread records kernels."""
+    from lowbit.kernels.parts.compile import compiled
+    from lowbit.kernels.parts.launch import is_recording, recording
+
+    if is_recording():
+        return True
+    with recording() as kernels:
+        launch()
+    for _done in compiled(kernels, machine_of(device).arch.sm):
+        pass
+    return False
 
 
 class DeviceProgram:
@@ -191,6 +211,8 @@ class DeviceProgram:
                 return self._convolution(operation, stems.get(operation.x))
             case FusedBottleneck():
                 return self._block(operation)
+            case FusedPair():
+                return self._pair(operation)
             case SumCodes(y, x, layer, other):
                 known = self.program.values[y]
                 layout = Nhwc64(known.storage)
@@ -276,6 +298,14 @@ class DeviceProgram:
         y = self.values[operation.also] = self._allocated(operation.also, shapes[0], torch.uint8)
         z = self.values[operation.y] = self._allocated(operation.y, shapes[1], torch.uint8)
         return lambda: block(x, added, (y, z))
+
+    def _pair(self, operation: FusedPair) -> Callable[[], object]:
+        x, added = self.values[operation.third.x], self.values[operation.added]
+        pair = prepare_pair(operation.third.layer, operation.following.layer, self._size(operation.third.x), self.device)
+        shapes = pair.output_shapes(tuple(x.shape))
+        y = self.values[operation.also] = self._allocated(operation.also, shapes[0], torch.uint8)
+        z = self.values[operation.y] = self._allocated(operation.y, shapes[1], torch.uint8)
+        return lambda: pair(x, added, (y, z))
 
     def _computation(self, operation: Operation) -> Callable[[], None]:
         assert isinstance(operation, Compute)

@@ -101,6 +101,35 @@ class FusedBottleneck:
         return self.second.x, self.added
 
 
+@dataclass(frozen=True, eq=False)
+class FusedPair:
+    """Two `Convolve` in one kernel (ops/conv_pair.py). `y` is the output of the second one. The output of the first one,
+    `also`, is stored too, for other readers."""
+
+    third: Convolve
+    following: Convolve
+
+    @property
+    def y(self) -> str:
+        """Name of the output of the second convolution."""
+        return self.following.y
+
+    @property
+    def also(self) -> str:
+        """Name of the output of the first convolution."""
+        return self.third.y
+
+    @property
+    def added(self) -> str:
+        """Name of the residual, or of the input of the shortcut."""
+        return self.third.residual or self.third.second or ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values read."""
+        return self.third.x, self.added
+
+
 @dataclass(frozen=True)
 class SumCodes:
     """One `SumSpec`: a sum of codes or a ReLU that is not fused into a convolution."""
@@ -218,14 +247,14 @@ class Compute:
 
 
 Operation = (
-    Quantize | Convolve | FusedBottleneck | SumCodes | MapCodes | GateCodes | ResizeCodes | ConcatCodes | PoolMax | PoolAverage
-    | AverageCodes | Dequantize | Compute
+    Quantize | Convolve | FusedBottleneck | FusedPair | SumCodes | MapCodes | GateCodes | ResizeCodes | ConcatCodes | PoolMax
+    | PoolAverage | AverageCodes | Dequantize | Compute
 )  # fmt: skip
 
 
 def outputs_of(operation: Operation) -> tuple[str, ...]:
     """Returns the names of the values that an operation computes."""
-    return (operation.also, operation.y) if isinstance(operation, FusedBottleneck) else (operation.y,)
+    return (operation.also, operation.y) if isinstance(operation, (FusedBottleneck, FusedPair)) else (operation.y,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,7 +306,7 @@ class Program:
                 second = None if operation.second is None else values[operation.second]
                 y = conv_reference(values[operation.x], operation.layer, residual, second)
                 return max_pool_reference(y, *STEM_POOL) if operation.pooled else y
-            case FusedBottleneck() | AverageCodes():
+            case FusedBottleneck() | FusedPair() | AverageCodes():
                 raise ValueError(f"{operation.y} is made by DeviceProgram; a program has the parts of what makes it")
             case SumCodes():
                 other = None if operation.other is None else values[operation.other]
@@ -337,6 +366,8 @@ class Program:
                 op = op.to(device)
             elif isinstance(op, FusedBottleneck):
                 op = FusedBottleneck(op.second.to(device), op.third.to(device), op.following.to(device))
+            elif isinstance(op, FusedPair):
+                op = FusedPair(op.third.to(device), op.following.to(device))
             elif isinstance(op, MapCodes):
                 op = replace(op, table=op.table.to(device))
             elif isinstance(op, Compute):

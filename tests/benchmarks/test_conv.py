@@ -13,15 +13,18 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks import conv_lite
 from benchmarks.cli import app
 from benchmarks.conv_network import FUSIONS, labels, work_of
 from benchmarks.conv_report import layer_table, load, network_table, plot
 from benchmarks.resnet50 import STEM, ResNet50, blocks
+from lowbit.hardware.machine import typical_machine
 from lowbit.vision.bits import assign_bits, calibrate
 from lowbit.vision.fusion import fused, with_pooled_stems
 from lowbit.vision.graph import Conv
 from lowbit.vision.lower import lower
 from lowbit.vision.observe import observe
+from lowbit.vision.program import Compute
 from lowbit.vision.trace import FUSIONS as trace_fusions
 from lowbit.vision.trace import fuse, trace, unfused
 from tests.vision.nets import resnet
@@ -157,3 +160,20 @@ def test_where_the_time_goes(tmp_path):
     plot(document(), tmp_path / "layers.svg")
     for name in ("layers.svg", "layers-dark.svg"):
         assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_lite0_is_whole():
+    """The network of the rows of EfficientNet-lite0 has no operation in floating point, and its work is counted."""
+    model, weights = conv_lite.lite0()
+    assert weights in ("trained", "random") and not model.training
+    found = conv_lite.programs(model, ("w8a4",))["w8a4"]
+    assert not any(isinstance(op, Compute) and op.node.reason for op in found.operations)
+    moved = works(fused(found, conv_lite.BATCH, typical_machine(90)), conv_lite.BATCH)
+    assert len(moved) > 50 and all(size > 0 for size, _ in moved.values())
+    assert sum(work for _, work in moved.values()) == pytest.approx(2 * conv_lite.BATCH * 0.39e9, rel=0.15)
+
+
+def test_unknown_models_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refused = CliRunner().invoke(app, ["conv", "--models", "resnet18"])
+    assert refused.exit_code == 1 and "resnet50 and efficientnet-lite0, got resnet18" in refused.stderr

@@ -201,9 +201,20 @@ def test_the_cases_are_formats():
 
 
 def test_kept_results_are_in_the_page_and_the_package():
-    """The tables of docs/kv.md and what `lowbit recommend` reads are those of the result files."""
+    """The tables of the page and what `lowbit recommend` reads are those of the result files."""
     documents = [read_json(path, RESULT) for path in sorted((ROOT / study.RESULTS).glob("*.json"))]
     assert documents and json.loads((ROOT / study.TABLE).read_text()) == json.loads(json.dumps(divergences(documents)))
     page = (ROOT / study.PAGE).read_text()
     for name, of in BLOCKS.items():
-        assert f"<!-- {name} -->\n" + "\n\n".join(of(document) for document in documents) + f"\n<!-- /{name} -->" in page
+        assert f"<!-- {name} -->\n" + "\n\n".join(filter(None, map(of, documents))) + f"\n<!-- /{name} -->" in page
+
+
+def test_the_summary_has_the_figures_of_the_files():
+    formats = ("fp8", "int8", "int8-rotated", "k8v4", "int4")
+    page = (ROOT / "docs" / "kv.md").read_text()
+    for name in ("smollm2-135m-instruct", "Qwen2.5-Coder-0.5B-Instruct"):
+        rows = read_json(ROOT / study.RESULTS / f"{name}.json", RESULT)["rows"]
+        found = {row["kv"]: row["figures"] for row in rows if (row["weights"], row["context"]) == ("16 bits", 512)}
+        means = [sum(of["KL mean"][0] for of in found[kv].values()) / len(found[kv]) for kv in formats]
+        cells = [*(f"{mean:.4f}" for mean in means[:-1]), f"{means[-1]:.3f}"]
+        assert f"| {' | '.join(cells)} |" in page

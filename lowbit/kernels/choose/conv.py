@@ -17,6 +17,7 @@ from lowbit.kernels.choose.depthwise import depthwise_refusals, depthwise_tile
 from lowbit.pack.conv_block import CHANNELS, CHUNK, EXPANDED
 from lowbit.pack.conv_fragment import MmaFragments, fragment_bits
 from lowbit.pack.conv_layout import ConvLayout
+from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout, ThirdStages
 from lowbit.pack.conv_weight import WgmmaTiles, planes
 from lowbit.pack.depthwise import DepthwiseTaps
 from lowbit.pack.grouped import GroupedBlocks
@@ -63,6 +64,22 @@ MOST_X_STAGES = 8
 
 WARPGROUPS = 4
 """Warpgroups on an SM in the block kernel, limited by registers; in two thread blocks where they fit, else in one."""
+
+PAIR_CHANNELS = (128, 256)
+"""Numbers of input channels that the pair kernel supports for its first convolution. With 512 its x does not fit in
+registers."""
+
+PAIR_ENTRIES = (256, 512)
+"""Numbers of channels of a shortcut's input that the pair kernel supports."""
+
+PAIR_LEAST_STAGES = 4
+"""Smallest number of stages of weights of the pair kernel: those that are read, and two that are loaded meanwhile."""
+
+WHOLE_WIDTH = (MOST_ROWS - 192) // 2 - 1
+"""Largest image width of the pair kernel with a 3 x 3 convolution: the strip under the windows of 192 pixels is one copy."""
+
+PAIR_STAGES = 12
+"""Limit of stages of weights of the pair kernel."""
 
 Size = tuple[int, int, int]
 
@@ -139,7 +156,7 @@ def conv_candidates(
         rows = _stem_candidates(spec, pixels, machine, images)
     else:
         rows = [_strip_candidate(spec, size, pixels, machine), *_deep_candidates(spec, pixels, machine)]
-        rows.append(_window_candidate(spec, pixels, machine))
+        rows += [_window_candidate(spec, pixels, machine), _third_candidate(spec, pixels, machine)]
     if pooled:
         rows = [row if row.kernel == "sm90/stem_pool" else _refused(row, "it has no max-pool inside") for row in rows]
     else:
@@ -290,6 +307,20 @@ def _window_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> ConvCand
     layout = WgmmaTiles(spec.x, spec.y, tile.outputs, tile.step_bytes)
     turns = tile.turns(pixels, spec.outputs, machine)
     return ConvCandidate("sm90/conv", tile, layout, (), turns, "takes any layer, a tap of a window at a time")
+
+
+def _third_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> ConvCandidate:
+    """The candidate of sm90/conv_pair.py, for a 1 x 1 convolution of many channels with a residual."""
+    reasons = []
+    if spec.kernel != (1, 1) or spec.stride != (1, 1) or spec.padding != (0, 0) or not spec.relu or spec.residual is None:
+        reasons.append("no 1 x 1 convolution of stride 1 with a residual and a ReLU")
+    if spec.channels not in (*PAIR_CHANNELS, 512) or spec.outputs % 256 or len({spec.x, spec.y, spec.residual}) > 1:
+        reasons.append(f"{spec.channels} channels and {spec.outputs} outputs, or several storages")
+    tiles = -(-pixels // (64 * PairTile.multipliers))
+    if 4 * tiles * 8 < 3 * machine.sm_count:
+        reasons.append(f"{tiles} tiles are few")
+    layout = None if reasons else ThirdStages(PairLayout(spec.x, spec.channels, spec.outputs, 0))
+    return ConvCandidate("sm90/conv_pair", None, layout, tuple(reasons), 0.0, "x stays in registers, a thread loads its own")
 
 
 def window_tile(spec: ConvSpec, pixels: int) -> ConvTile:
@@ -487,4 +518,216 @@ def block_refusals(
         reasons.append(f"the shortcut is {found} with stride {shortcut.stride}, supported: 64 channels, 1")
     if size[2] > MOST_WIDTH:
         reasons.append(f"images are {size[2]} pixels wide, supported are up to {MOST_WIDTH}")
+    return tuple(reasons)
+
+
+@dataclass(frozen=True)
+class PairTile:
+    """A tile of sm90/conv_pair.py and its shared memory.
+
+    All activations have the same storage. x has `channels` channels, y `expanded`, z `following`; the shortcut's input has
+    `entry` channels, 0 without a shortcut. With a 3 x 3 convolution before, x is its output, and a strip of its input has
+    `rows` rows, else 0. There are `stages` stages of weights. A job is one of `parts` parts of y's channels.
+    """
+
+    storage: str
+    channels: int
+    expanded: int
+    following: int
+    entry: int
+    rows: int
+    stages: int
+    parts: int
+    multipliers = 3
+    """Number of math warpgroups, of 64 pixels each."""
+
+    @property
+    def pixels(self) -> int:
+        return 64 * self.multipliers
+
+    @property
+    def bits(self) -> int:
+        return CODES[self.storage].bits
+
+    @property
+    def layout(self) -> PairLayout:
+        return PairLayout(self.storage, self.channels, self.expanded, self.following, self.entry, self.rows > 0)
+
+    @property
+    def weight_stages(self) -> int:
+        """Number of stages of weights that a tile reads."""
+        return self.layout.stages
+
+    @property
+    def constants(self) -> int:
+        return self.layout.constants
+
+    @property
+    def stage_bytes(self) -> int:
+        return STAGE_BYTES
+
+    @property
+    def chunk(self) -> int:
+        """Number of outputs of y that are one product."""
+        return self.layout.chunk
+
+    @property
+    def stage_tiles(self) -> int:
+        """Number of weight tiles of a chunk and 128 channels in a stage."""
+        return STAGE_BYTES // (self.chunk * STEP)
+
+    @property
+    def group_words(self) -> int:
+        """Number of words with the codes of 8 columns."""
+        return self.bits // 4
+
+    @property
+    def step_vectors(self) -> int:
+        """Number of vectors of 64 bytes in the codes of 128 channels."""
+        return STEP * self.bits // 8 // 64
+
+    @property
+    def x_vectors(self) -> int:
+        """Number of vectors in a row of x."""
+        return self.channels * self.bits // 8 // 64
+
+    @property
+    def entry_vectors(self) -> int:
+        return self.entry * self.bits // 8 // 64
+
+    @property
+    def private_vector(self) -> int:
+        """Distance in bytes of consecutive vectors of a thread in its own shared memory: all threads have 16 bytes of each."""
+        return 16 * 128 * self.multipliers
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes from one iteration's residual codes to those of the next one: two rows of all threads."""
+        return 2 * self.step_vectors * self.private_vector
+
+    @property
+    def x_vector(self) -> int:
+        """Index of the first vector of x in a thread's own memory, after two iterations of residual codes."""
+        return 0 if self.entry else 4 * self.step_vectors
+
+    @property
+    def entry_vector(self) -> int:
+        return self.x_vector + (0 if self.rows else 2 * self.x_vectors)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a strip: 128 channels of a pixel."""
+        return STEP * self.bits // 8
+
+    @property
+    def strip_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def strips_start(self) -> int:
+        """Byte offset in shared memory of the strips, after the weights."""
+        return self.stages * STAGE_BYTES
+
+    @property
+    def constants_start(self) -> int:
+        return self.strips_start + STRIPS * self.strip_bytes
+
+    @property
+    def private_start(self) -> int:
+        return -(-(self.constants_start + 4 * self.constants) // UNIT) * UNIT
+
+    @property
+    def barriers_start(self) -> int:
+        return self.private_start + (self.entry_vector + 2 * self.entry_vectors) * self.private_vector
+
+    @property
+    def shared_units(self) -> int:
+        """KiB of shared memory."""
+        return self.barriers_start // UNIT + 1
+
+    @property
+    def line(self) -> str:
+        """Text for tables. Not `str`, which Triton uses to identify compile-time constants."""
+        return f"{self.pixels} pixels, {self.chunk} outputs at a time, {self.stages} stages"
+
+
+def pair_tile(layout: PairLayout, width: int = 0, parts: int = 1) -> PairTile:
+    """The tile of two convolutions, with as many stages of weights as fit. `width`: that of the images, which matters if a
+    3 x 3 convolution is before them. `parts`: jobs of a tile."""
+    rows = strip_rows(64 * PairTile.multipliers, width, 3, STEP * CODES[layout.storage].bits // 8) if layout.window else 0
+    tiles = [
+        PairTile(layout.storage, layout.channels, layout.expanded, layout.following, layout.entry, rows, stages, parts)
+        for stages in range(PAIR_STAGES, PAIR_LEAST_STAGES - 1, -1)
+    ]
+    return next(tile for tile in tiles if tile.shared_units <= DEEP_UNITS)
+
+
+def third_parts(tiles: int, outputs: int, sm_count: int) -> int:
+    """The number of jobs of a tile of one convolution that has least work on the busiest SM; a job has an even number of
+    iterations."""
+    steps = outputs // STEP
+    choices = [parts for parts in (1, 2, 4, 8) if steps % (2 * parts) == 0]
+    return min(choices, key=lambda parts: -(-tiles * parts // sm_count) * (steps // parts))
+
+
+def pair_layout(third: ConvSpec, following: ConvSpec, window: bool = False) -> PairLayout:
+    """The layout of the weights of two convolutions that `pair_refusals` accepts, or three that `whole_refusals` accepts."""
+    entry = 0 if third.second is None else third.second.channels
+    return PairLayout(third.x, third.channels, third.outputs, following.outputs, entry, window)
+
+
+def pair_refusals(third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None) -> tuple[str, ...]:
+    """Reasons why two layers cannot run as one, for outputs of `size` (images, height, width); empty if they can."""
+    reasons = []
+    if machine is not None and "wgmma" not in machine.arch.features:
+        reasons.append("the kernel for two convolutions is for sm_90")
+    for name, spec in (("first", third), ("second", following)):
+        if spec.kernel != (1, 1) or spec.stride != (1, 1) or spec.padding != (0, 0) or spec.groups > 1:
+            reasons.append(f"the {name} convolution is {spec}, supported: 1 x 1, stride 1, one group")
+        if not spec.relu:
+            reasons.append(f"the {name} convolution has no ReLU")
+    if third.channels not in PAIR_CHANNELS or third.outputs % 256 or following.outputs % 128:
+        reasons.append(
+            f"channels are {third.channels}, {third.outputs} and {following.outputs}, supported: {PAIR_CHANNELS}, multiples of "
+            "256 and of 128"
+        )
+    if following.channels != third.outputs or following.residual is not None or following.second is not None:
+        reasons.append("the second convolution reads what the first one writes, and adds nothing")
+    shortcut = third.second
+    added = third.residual if shortcut is None else shortcut.x
+    storages = {third.x, third.y, following.x, following.y, added}
+    if len(storages) > 1 or third.x not in ACTIVATIONS:
+        reasons.append(f"all activations have one storage of codes, got {', '.join(sorted(map(str, storages)))}")
+    if shortcut is not None:
+        square = shortcut.kernel == (1, 1) and shortcut.padding == (0, 0) and shortcut.stride[0] == shortcut.stride[1]
+        if shortcut.channels not in PAIR_ENTRIES or not square:
+            reasons.append(
+                f"the shortcut is {shortcut.channels} channels, {shortcut.kernel} with stride {shortcut.stride}, supported: "
+                f"{PAIR_ENTRIES} channels, 1 x 1"
+            )
+    tiles = -(-size[0] * size[1] * size[2] // (64 * PairTile.multipliers))
+    if machine is not None and 4 * tiles < 3 * machine.sm_count:
+        reasons.append(f"{tiles} tiles leave more than a quarter of {machine.sm_count} SMs idle")
+    return tuple(reasons)
+
+
+def whole_refusals(
+    second: ConvSpec, third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None
+) -> tuple[str, ...]:
+    """Reasons why a 3 x 3 convolution of 128 or 256 channels cannot run together with the two after it, for inputs of `size`
+    (images, height, width); empty if it can."""
+    reasons = list(pair_refusals(third, following, size, machine))
+    channels = {second.channels, second.outputs, third.channels}
+    if not second.keeps_size or second.kernel != (3, 3) or second.groups > 1 or len(channels) > 1:
+        reasons.append(
+            f"the convolution before is {second}, supported: 3 x 3, as large as its input, {third.channels} channels"
+        )
+    if not second.relu or second.residual is not None or second.second is not None:
+        reasons.append("the convolution before has no ReLU, or adds something")
+    if {second.x, second.y} != {third.x}:
+        reasons.append(f"all activations have one storage of codes, got {second.x} and {second.y} before {third.x}")
+    if third.second is not None:
+        reasons.append("the block has a shortcut convolution")
+    if size[2] > WHOLE_WIDTH:
+        reasons.append(f"images are {size[2]} pixels wide, supported are up to {WHOLE_WIDTH}")
     return tuple(reasons)

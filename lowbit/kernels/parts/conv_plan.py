@@ -10,6 +10,7 @@ from torch import Tensor
 from lowbit.formats.conv import ConvSpec, stored_dtype
 from lowbit.kernels.choose.conv import ConvTile
 from lowbit.kernels.parts.gluon import CompiledKernel
+from lowbit.kernels.parts.launch import is_recording, record_kernel
 from lowbit.pack.conv_layout import PackedConv, unit_channels
 from lowbit.pack.nhwc64 import padded_channels, pixel_elements
 from lowbit.pack.stem import StemImages
@@ -24,12 +25,30 @@ class ConvLauncher:
         self.kernels: dict[int, CompiledKernel] = {}
 
     def __call__(self, width: int, grid: tuple[int, int, int], warps: int, *arguments: Any) -> None:
-        """Launches the kernel; `width` is 0 where the configuration, the last argument, does not depend on it."""
+        """Launches the kernel, or records it inside `recording`. `width` is 0 where the configuration, the last argument, does
+        not depend on it."""
         kernel = self.kernels.get(width)
-        if kernel is None:
+        if is_recording():
+            if kernel is None:
+                record_kernel((self, width), self.function, arguments, {"num_warps": warps, **self.options})
+        elif kernel is None:
             self.kernels[width] = self.function[grid](*arguments, num_warps=warps, **self.options)
         else:
             kernel[grid](*arguments)
+
+
+class PlainLauncher:
+    """Launcher of a kernel of Triton that may be compiled for more than one shape, as Triton decides at each launch."""
+
+    def __init__(self, function: Any, **options: Any) -> None:
+        self.function, self.options = function, options
+
+    def __call__(self, blocks: int, *arguments: Any) -> None:
+        """Launches the kernel in `blocks` thread blocks, or records it inside `recording`."""
+        if is_recording():
+            record_kernel(self, self.function, arguments, self.options)
+        else:
+            self.function[(blocks,)](*arguments, **self.options)
 
 
 def most_registers(blocks: int, threads: int) -> int:

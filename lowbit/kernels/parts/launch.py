@@ -50,7 +50,7 @@ def recording() -> Iterator[list[RecordedKernel]]:
     """Inside the context, this thread records kernels instead of launching them, so outputs are uninitialised memory. On exit
     the list contains each recorded kernel that is not compiled yet, once. With nested contexts only the inner one records."""
     kernels: list[RecordedKernel] = []
-    recorded: dict[Launcher, RecordedKernel] = {}
+    recorded: dict[Any, RecordedKernel] = {}
     around, _thread.recorded = getattr(_thread, "recorded", None), recorded
     try:
         yield kernels
@@ -64,6 +64,20 @@ def recording() -> Iterator[list[RecordedKernel]]:
 def is_recording() -> bool:
     """True if this thread records kernels instead of launching them: what they would have written is uninitialised memory."""
     return getattr(_thread, "recorded", None) is not None
+
+
+def record_kernel(launcher: Any, function: Any, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+    """Inside `recording`: records the kernel that `launcher` (any object) would launch, for the first arguments that it is
+    called with."""
+    recorded = _thread.recorded
+    if launcher not in recorded:
+        recorded[launcher] = recorded_kernel(function, arguments, options)
+
+
+def recorded_kernel(function: Any, arguments: Sequence[Any], options: dict[str, Any]) -> RecordedKernel:
+    """Returns a kernel's name and the properties of its arguments, without the contents of tensors."""
+    described = tuple(map(_described, arguments, function.params))
+    return RecordedKernel(function.fn.__module__, function.fn.__qualname__, described, options)
 
 
 class Launcher:
@@ -99,10 +113,9 @@ class Launcher:
 
     def __call__(self, *arguments: Any) -> None:
         """Launches the kernel; the first call compiles it or takes it from Triton's cache."""
-        recorded = getattr(_thread, "recorded", None)
-        if recorded is not None:
-            if self.kernel is None and self not in recorded:
-                recorded[self] = self.recorded(arguments)
+        if is_recording():
+            if self.kernel is None:
+                record_kernel(self, self.function, arguments, self.options)
         elif self.kernel is not None:
             self.kernel[self.grid](*arguments)
         elif self.cluster == 1:  # compiles and launches
@@ -116,9 +129,7 @@ class Launcher:
 
     def recorded(self, arguments: Sequence[Any]) -> RecordedKernel:
         """Returns the kernel's name and the properties of its arguments, without the contents of tensors."""
-        function = self.function.fn
-        described = tuple(map(_described, arguments, self.function.params))
-        return RecordedKernel(function.__module__, function.__qualname__, described, self.options)
+        return recorded_kernel(self.function, arguments, self.options)
 
 
 def _described(argument: Any, parameter: Any) -> Any:

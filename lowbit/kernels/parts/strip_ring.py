@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowbit.hardware.ptx import lut
 from lowbit.kernels.parts.pipeline import StageBarriers
 
 
@@ -108,3 +109,48 @@ class StripRing:
     @property
     def read_constraints(self) -> str:
         return ",".join(["=&r"] * self.registers + ["r"] * 4)
+
+
+# Taps of a window, read from a strip by address, as PTX: a few instructions per tap.
+#
+# A place is the shared-memory address of a row of the strip, plus 16 in the lanes that read the second 16 bytes of a row.
+# Strips are aligned to 1 KiB, so the swizzle of the row's 16-byte chunks can be computed from the address alone.
+
+_TURN = lut(lambda turn, mask, place: (turn & mask) ^ place)
+
+
+@dataclass(frozen=True)
+class StripPlaces(StripRing):
+    """A StripRing whose rows are read by place. `zeros` are as long as a row and aligned to their size."""
+
+    @property
+    def place(self) -> str:
+        """PTX that returns in $0 the place of row $1 of strip 0 for thread $2."""
+        return (
+            "{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 $0, $1, " + f"{self.row_bytes}, at; and.b32 at, $2, 16; "
+            f"add.u32 $0, $0, at; add.u32 $0, $0, {self.x_start}; }}"
+        )  # fmt: skip
+
+    @property
+    def tap(self) -> str:
+        """PTX that reads the row at place $n, where n = `loaded`, or the zeros at place $n + 1 if $n + 2 is 0.
+
+        Four registers are 32 bytes of K of operand A (ldmatrix.x4: rows 0 to 7, 8 to 15, then the next 16 bytes of both).
+        """
+        n = self.loaded
+        place, zeros, inside = (f"${n + i}" for i in range(3))
+        mask = 16 * (self.row_bytes // 16 - 1)
+        lines = [
+            f".reg .pred inside; .reg .b32 at, turn; setp.ne.s32 inside, {inside}, 0; shr.u32 turn, {place}, 3;",
+            f"lop3.b32 at, turn, {mask}, {place}, 0x{_TURN:02x}; selp.b32 at, at, {zeros}, inside;",
+        ]
+        for step in range(self.row_bytes // 32):
+            if step > 0:
+                lines.append(f"xor.b32 at, at, {32 * step};")
+            to = ", ".join(f"${4 * step + i}" for i in range(4))
+            lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{to}}}, [at];")
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    @property
+    def tap_constraints(self) -> str:
+        return ",".join(["=&r"] * self.loaded + ["r"] * 3)

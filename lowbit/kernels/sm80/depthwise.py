@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowbit.formats.conv import FLOATS, ConvSpec
 from lowbit.kernels.choose.depthwise import DepthwiseTile
-from lowbit.kernels.parts.conv_plan import ConvPlan
+from lowbit.kernels.parts.conv_plan import ConvPlan, PlainLauncher
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.depthwise import VECTOR
 from lowbit.pack.nhwc64 import padded_channels
@@ -236,6 +236,7 @@ class PreparedDepthwise(ConvPlan):
     def __init__(self, spec: ConvSpec, packed: PackedConv, tile: DepthwiseTile) -> None:
         super().__init__(spec, packed)
         self.tile = tile
+        self.launch = PlainLauncher(depthwise_kernel, num_warps=WARPS)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
@@ -249,10 +250,11 @@ class PreparedDepthwise(ConvPlan):
         vectors = padded_channels(spec.channels) // VECTOR
         total = n * down * across
         types = {"u4": torch.int32, "s8": torch.int64}
-        depthwise_kernel[(-(-total // PLACES.value) * (vectors // VECTORS_OF_BLOCK.value),)](
+        self.launch(
+            -(-total // PLACES.value) * (vectors // VECTORS_OF_BLOCK.value),
             y if spec.y in FLOATS else y.view(-1).view(types[spec.y]), x.view(-1).view(types[spec.x]),
             self.packed.weight.view(torch.int32), self.packed.s, self.packed.b, height, width, out_height,
             out_width, across, down, total, spec.outputs, vectors, *spec.kernel, *spec.stride, *spec.padding, tile.rows,
-            tile.columns, spec.x == "u4", spec.y == "u4", spec.y in FLOATS, spec.relu, num_warps=WARPS,
+            tile.columns, spec.x == "u4", spec.y == "u4", spec.y in FLOATS, spec.relu,
         )  # fmt: skip
         return y

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.formats.conv import FLOATS, ConvSpec
-from lowbit.kernels.parts.conv_plan import ConvPlan
+from lowbit.kernels.parts.conv_plan import ConvPlan, PlainLauncher
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.grouped import GroupedBlocks
 from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64, padded_channels
@@ -92,6 +92,7 @@ class PreparedGrouped(ConvPlan):
     def __init__(self, spec: ConvSpec, packed: PackedConv, layout: GroupedBlocks) -> None:
         super().__init__(spec, packed)
         self.layout = layout
+        self.launch = PlainLauncher(grouped_kernel, num_warps=WARPS, num_stages=STAGES)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
@@ -101,10 +102,11 @@ class PreparedGrouped(ConvPlan):
         total = y.shape[0] * y.shape[1] * y.shape[2]
         blocks = x.shape[3] // Nhwc64(spec.x).pixel_bytes(CHANNEL_BLOCK)
         across = padded_channels(spec.outputs) // CHANNEL_BLOCK
-        grouped_kernel[(triton.cdiv(total, PIXELS) * across,)](
+        self.launch(
+            triton.cdiv(total, PIXELS) * across,
             y if spec.y in FLOATS else y.view(torch.int8), x.view(torch.int8), self.packed.weight, self.packed.s, self.packed.b,
             x.shape[1], x.shape[2], y.shape[1], y.shape[2], total, spec.outputs, layout.inputs_of_group,
             layout.outputs_of_group, layout.span, blocks, across, *spec.kernel, *spec.stride, *spec.padding, spec.x == "u4",
-            spec.y == "u4", spec.y in FLOATS, spec.relu, PIXELS, num_warps=WARPS, num_stages=STAGES,
+            spec.y == "u4", spec.y in FLOATS, spec.relu, PIXELS,
         )  # fmt: skip
         return y

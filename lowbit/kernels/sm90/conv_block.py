@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ConvSpec
-from lowbit.hardware.ptx import lut
 from lowbit.kernels.choose.conv import MOST_ROWS, STRIPS, UNIT, WARPGROUPS, BlockTile, block_tile
 from lowbit.kernels.parts.conv_inputs import map_arrived
 from lowbit.kernels.parts.conv_plan import ConvLauncher
@@ -30,14 +29,12 @@ from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, glu
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_and_wait_for_previous
 from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
-from lowbit.kernels.parts.strip_ring import StripRing
+from lowbit.kernels.parts.strip_ring import StripPlaces
+from lowbit.kernels.parts.thread_codes import codes_of, columns, load_rows, scaled, store_rows, table
 from lowbit.kernels.parts.thread_product import (
     ThreadProduct,
     fence_registers,
-    load_words,
-    shared_floats,
     start,
-    store_words,
     thread_words,
     wait,
 )
@@ -45,21 +42,14 @@ from lowbit.kernels.parts.tile import Warpgroups
 from lowbit.kernels.sm90.tensor_map import row_map
 from lowbit.pack.conv_block import CHANNELS
 
-# Taps of a window, read from a strip (parts/strip_ring.py) by address, as PTX: a few instructions per tap.
-#
-# A place is the shared-memory address of a row of the strip, plus 16 in the lanes that read the second 16 bytes of a row.
-# Strips are aligned to 1 KiB, so the swizzle of the row's 16-byte chunks can be computed from the address alone.
-
 ZERO_BYTES = 64
 """Bytes of a row of zeros, aligned to its size. It is as long as a row of a strip, so that swizzled addresses stay within
 it."""
 
-_TURN = lut(lambda turn, mask, place: (turn & mask) ^ place)
-
 
 @dataclass(frozen=True)
-class StripTaps(StripRing):
-    """A StripRing in which each strip is filled by `boxes` TMA copies."""
+class StripTaps(StripPlaces):
+    """StripPlaces in which each strip is filled by `boxes` TMA copies."""
 
     boxes: int = 1
     lane_place = "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 $0, $1, at; and.b32 at, $2, 3; mad.lo.u32 $0, at, 16, $0; }"
@@ -77,38 +67,6 @@ class StripTaps(StripRing):
         turn = f"add.u32 to, to, {rows * self.row_bytes}; add.s32 row, row, {rows};\n"
         copies = "{ .reg .b32 column, row; mov.u32 column, 0; mov.b32 row, $5;\n" + turn.join([copy] * self.boxes) + "}"
         return self.strips.fill(self.copied_bytes, self.strip_bytes, self.x_start, copies)
-
-    @property
-    def place(self) -> str:
-        """PTX that returns in $0 the place of row $1 of strip 0 for thread $2."""
-        return (
-            "{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 $0, $1, " + f"{self.row_bytes}, at; and.b32 at, $2, 16; "
-            f"add.u32 $0, $0, at; add.u32 $0, $0, {self.x_start}; }}"
-        )  # fmt: skip
-
-    @property
-    def tap(self) -> str:
-        """PTX that reads the row at place $n, where n = `loaded`, or the zeros at place $n + 1 if $n + 2 is 0.
-
-        Four registers are 32 bytes of K of operand A (ldmatrix.x4: rows 0 to 7, 8 to 15, then the next 16 bytes of both).
-        """
-        n = self.loaded
-        place, zeros, inside = (f"${n + i}" for i in range(3))
-        mask = 16 * (self.row_bytes // 16 - 1)
-        lines = [
-            f".reg .pred inside; .reg .b32 at, turn; setp.ne.s32 inside, {inside}, 0; shr.u32 turn, {place}, 3;",
-            f"lop3.b32 at, turn, {mask}, {place}, 0x{_TURN:02x}; selp.b32 at, at, {zeros}, inside;",
-        ]
-        for step in range(self.row_bytes // 32):
-            if step > 0:
-                lines.append(f"xor.b32 at, at, {32 * step};")
-            to = ", ".join(f"${4 * step + i}" for i in range(4))
-            lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{to}}}, [at];")
-        return "{\n" + "\n".join(lines) + "\n}"
-
-    @property
-    def tap_constraints(self) -> str:
-        return ",".join(["=&r"] * self.loaded + ["r"] * 3)
 
 
 UNIT_BYTES = gl.constexpr(UNIT)
@@ -211,45 +169,6 @@ class BlockConv(BlockTile, Warpgroups):
     def z_words(self) -> int:
         """Number of words of a pixel of z that a thread stores at once."""
         return min(4, 2 * self.halves * self.group_words)
-
-
-@gluon.jit
-def columns(sums, group: gl.constexpr, row: gl.constexpr):
-    """Returns the 8 sums of a column group and row."""
-    found = ()
-    for i in gl.static_range(8):
-        found = found + (sums[16 * group + 4 * (i // 2) + 2 * row + i % 2],)
-    return found
-
-
-@gluon.jit
-def table(at, group: gl.constexpr):
-    """Loads the 8 constants of column group `group`, counted over all constants; pack/conv_layout.py stores them in this order
-    (`lane_constants`)."""
-    return shared_floats(at, 128 * group) + shared_floats(at, 128 * group + 64)
-
-
-@gluon.jit
-def scaled(sums, s, b):
-    """fma(float(sum), s, b)."""
-    found = ()
-    for i in gl.static_range(8):
-        found = found + (
-            gl.inline_asm_elementwise(
-                "cvt.rn.f32.s32 $0, $1; fma.rn.f32 $0, $0, $2, $3;", "=&f,r,f,f", (sums[i], s[i], b[i]), dtype=gl.float32,
-                is_pure=True, pack=1,
-            ),
-        )  # fmt: skip
-    return found
-
-
-@gluon.jit
-def codes_of(sums, s, b, residual, g, R: gl.constexpr):
-    """Requantizes 8 columns to words of codes by R, a `Requantize`."""
-    inputs = sums + s + b + residual
-    if R.residual_words > 0:
-        inputs = inputs + (g,)
-    return gl.inline_asm_elementwise(R.asm, R.constraints, inputs, dtype=thread_words(R.words), is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -393,19 +312,6 @@ def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, residual, sums, at, g
         words = (words[0] + upper[0:WORDS], words[1] + lower[0:WORDS])
         operand = operand + (upper[LOW], lower[LOW], upper[LOW + 1], lower[LOW + 1])
     return words, operand
-
-
-@gluon.jit
-def store_rows(at, words, exists, offset: gl.constexpr, count: gl.constexpr, row_bytes: gl.constexpr):
-    """Stores `count` words of each of a thread's two rows."""
-    store_words(at, words[0], exists[0], offset, count)
-    store_words(at, words[1], exists[1], offset + 8 * row_bytes, count)
-
-
-@gluon.jit
-def load_rows(at, exists, offset: gl.constexpr, count: gl.constexpr, row_bytes: gl.constexpr):
-    """Loads `count` words of each of a thread's two rows."""
-    return load_words(at, exists[0], offset, count), load_words(at, exists[1], offset + 8 * row_bytes, count)
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
 from lowbit.kernels.parts.strip_ring import StripRing
+from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, own_thread, own_warpgroup, registers_of
 from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand, row_map
 from lowbit.pack.conv_layout import PackedConv
@@ -88,9 +89,6 @@ UNIT_BYTES = gl.constexpr(UNIT)
 FIRST_WEIGHTS = gl.constexpr(2)
 """Number of k blocks whose weights are loaded before the previous kernel has finished."""
 
-LOADER_REGISTERS = gl.constexpr(32)
-"""Number of registers of a loader thread. Every thread starts with 128; math warps get those that the loader gives up."""
-
 
 @dataclass(frozen=True)
 class DeepConv(WgmmaConv):
@@ -98,7 +96,8 @@ class DeepConv(WgmmaConv):
 
     A stage of x has `rows` rows: with `strips` the rows for all taps of a `kernel` x `kernel` window; else the rows for one
     tap, and `kernel` is 1. With `resident` weights are copied once per block; `stages` is then the number of k blocks of a
-    tile. `odd`: the first product has an odd number of k blocks.
+    tile. `odd`: the first product has an odd number of k blocks. `ordered`: warpgroups start the products of their tiles one
+    after the other, so that one requantizes while others multiply; their rings must hold all k blocks of a tile.
     """
 
     rows: int = 0
@@ -107,6 +106,7 @@ class DeepConv(WgmmaConv):
     x_stages: int = 2
     residual_stages: int = 0
     odd: bool = False
+    ordered: bool = False
 
     @property
     def multipliers(self) -> int:
@@ -231,9 +231,25 @@ class DeepConv(WgmmaConv):
             f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [at+{start}]; }}"
         )
 
-    def registers_of(self, count: int) -> str:
-        """PTX that sets the registers per thread of the calling warpgroup, which are 128 at the start."""
-        return f"setmaxnreg.{'inc' if count > 128 else 'dec'}.sync.aligned.u32 {count};\nmov.b32 $0, 0;"
+    @property
+    def take_turn(self) -> str:
+        """PTX that waits until the previous warpgroup has started its products, if $2 is not 0; $1 is the own warpgroup."""
+        return "{ .reg .pred p; .reg .b32 n; setp.ne.s32 p, $2, 0; add.u32 n, $1, 1; @p bar.sync n, 256; mov.b32 $0, 0; }"
+
+    @property
+    def pass_turn(self) -> str:
+        """PTX that lets the next warpgroup start its products; $1 is the own warpgroup."""
+        last = self.multipliers - 1
+        return (
+            f"{{ .reg .pred p; .reg .b32 n; setp.eq.u32 p, $1, {last}; add.u32 n, $1, 2; selp.b32 n, 1, n, p; "
+            "bar.arrive n, 256; mov.b32 $0, 0; }"
+        )
+
+    @property
+    def first_turn(self) -> str:
+        """PTX that lets the first warpgroup start, in the last one; $1 is the own warpgroup."""
+        last = self.multipliers - 1
+        return f"{{ .reg .pred p; setp.eq.u32 p, $1, {last}; @p bar.arrive 1, 256; mov.b32 $0, 0; }}"
 
     @property
     def register_fence(self) -> str:
@@ -242,20 +258,6 @@ class DeepConv(WgmmaConv):
     @property
     def operands(self) -> tuple[gl.dtype, ...]:
         return (gl.int32,) * self.strip.registers
-
-
-@gluon.jit
-def own_number(asm: gl.constexpr):
-    """Returns the thread's index as a scalar, which Triton assumes to be equal in all threads."""
-    return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def following(stage, parity, count, by):
-    """Returns the index of the stage `by` (0 or 1) stages later in a ring of `count` stages, and its parity."""
-    stage += by
-    parity = gl.where(stage == count, parity ^ 1, parity)
-    return gl.where(stage == count, 0, stage), parity
 
 
 @gluon.jit
@@ -349,9 +351,9 @@ def map_arrived(maps):
 
 
 @gluon.jit
-def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.constexpr):
+def begin_step(acc, adds, at, tap, w_ring, place, first, KERNEL: gl.constexpr, C: gl.constexpr):
     """Reads x of a k block, releases its stage and starts its products. Returns the sums, the registers to be fenced, and the
-    next stages."""
+    next stages. `first`: it is the first one of a tile."""
     x_stage, x_phase, w_stage, w_phase = at
     beside, down = tap
     row, column, height, width, own_row, thread = place
@@ -379,6 +381,8 @@ def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.co
         dtype=C.operands, is_pure=False, pack=1,
     )  # fmt: skip
     run(C.w_barriers.wait, "=r,r,r,r", [w_stage, w_phase, one])
+    if C.ordered:
+        run(C.take_turn, "=r,r,r", [own_warpgroup(), first.to(gl.int32)])
     acc = multiply_tap(acc, adds, w_ring, w_stage, registers, C)
     run(C.x_barriers.give, "=r,r,r", [nought + x_stage, ((thread & 31) == 0).to(gl.int32) * last])
     x_stage, x_phase = following(x_stage, x_phase, C.x_stages, last)
@@ -413,7 +417,7 @@ def multiply_tile(acc, at, w_ring, steps, place, KERNEL: gl.constexpr, C: gl.con
     if C.second is not None:
         for step in range(steps):
             here = at[2]
-            acc, held, at, tap = begin_step(acc, step > 0, at, tap, w_ring, place, KERNEL, C)
+            acc, held, at, tap = begin_step(acc, step > 0, at, tap, w_ring, place, step == 0, KERNEL, C)
             acc = wait_alone(acc, 0)
             end_step(held, here, steps > 0, thread, C)
     else:
@@ -421,20 +425,22 @@ def multiply_tile(acc, at, w_ring, steps, place, KERNEL: gl.constexpr, C: gl.con
         before = at[2]
         odd = ()
         if C.odd:
-            acc, odd, at, tap = begin_step(acc, steps < 0, at, tap, w_ring, place, KERNEL, C)
+            acc, odd, at, tap = begin_step(acc, steps < 0, at, tap, w_ring, place, steps > 0, KERNEL, C)
             acc = wait_alone(acc, C.planes)
         else:
             for _register in gl.static_range(REGISTERS):
                 odd = odd + (thread * 0,)
         for turn in range(steps // 2):
             here = at[2]
-            acc, even, at, tap = begin_step(acc, turn >= FIRST, at, tap, w_ring, place, KERNEL, C)
+            acc, even, at, tap = begin_step(acc, turn >= FIRST, at, tap, w_ring, place, turn < FIRST, KERNEL, C)
             acc = wait_alone(acc, C.planes)
             end_step(odd, before, turn >= FIRST, thread, C)
             before = at[2]
-            acc, odd, at, tap = begin_step(acc, steps > 0, at, tap, w_ring, place, KERNEL, C)
+            acc, odd, at, tap = begin_step(acc, steps > 0, at, tap, w_ring, place, steps < 0, KERNEL, C)
             acc = wait_alone(acc, C.planes)
             end_step(even, here, steps > 0, thread, C)
+        if C.ordered:
+            run(C.pass_turn, "=r,r", [own_warpgroup()])
         acc = wait_alone(acc, 0)
         end_step(odd, before, steps > 0, thread, C)
     return acc, at
@@ -478,6 +484,8 @@ def consume(out, pixels, across, tiles, steps, steps2, size, w_ring, C: gl.const
     r_phase = zero
     acc = gl.zeros((ROWS, OUTPUTS), gl.int32, SUMS)
     unit = across * C.units
+    if C.ordered:
+        run(C.first_turn, "=r,r", [own_warpgroup()])
     for tile in range(first_tile, tiles_down, stride):
         first_pixel = tile * C.tile_pixels
         place = (own_row, own_row, height, width, own_row, thread)
@@ -529,7 +537,7 @@ def deep_conv(
     w_ring = part(
         shared, C.w_unit, C.barrier_unit, gl.int8, [C.stages * C.planes, C.outputs, C.step_bytes], C.operand_tile
     )  # fmt: skip
-    thread = own_number("mov.u32 $0, %tid.x;")
+    thread = own_thread()
     if thread == C.threads - 128:  # while other threads initialise the barriers
         map_arrived(maps)
         if C.second is not None:
@@ -540,10 +548,10 @@ def deep_conv(
     across = gl.program_id(0) % tiles_across
     tiles = (gl.program_id(0) // tiles_across, gl.num_programs(0) // tiles_across, tiles_down)
     size = (out_height, out_width)
-    group = own_number("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff; }")
+    group = own_warpgroup()
     launch_next_kernel()
     if group == C.warpgroups - 1:
-        run(ptx(C.registers_of, LOADER_REGISTERS), "=r", [])
+        run(registers_of(LOADER_REGISTERS), "=r", [])
         one = Product(maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
         if thread == C.threads - 128:
             two = Product(
@@ -553,7 +561,7 @@ def deep_conv(
         if thread == C.threads - 96:
             copy_first(one, (s, b, s2), across, C)
     else:
-        run(ptx(C.registers_of, C.registers), "=r", [])
+        run(registers_of(C.registers), "=r", [])
         consume((y, g, row_units), pixels, across, tiles, steps, steps2, size, w_ring, C)
 
 
@@ -596,12 +604,16 @@ class PreparedDeep(TiledConvPlan):
         return out
 
 
-def deep_config(spec: ConvSpec, tile: ConvTile, width: int) -> DeepConv:
-    """Returns the configuration for a layer, with a tile, for images of this width."""
+def deep_config(spec: ConvSpec, tile: ConvTile, width: int, ordered: bool = False) -> DeepConv:
+    """Returns the configuration for a layer, with a tile, for images of this width. With `ordered` warpgroups take turns where
+    their rings hold all of a tile."""
     memory = deep_stages(spec, tile, width)
+    steps = steps_of(spec, tile.step_bytes)
+    x_steps = steps // spec.taps if memory.strips else steps
+    fits = steps <= memory.stages and x_steps <= memory.x_stages
     return DeepConv(
         spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups + 1, tile.outputs, tile.step_bytes, memory.stages,
         None if spec.second is None else spec.second.x, memory.resident, rows=memory.rows, kernel=memory.kernel,
         strips=memory.strips, x_stages=memory.x_stages, residual_stages=memory.residual_stages,
-        odd=steps_of(spec, tile.step_bytes) % 2 == 1,
+        odd=steps % 2 == 1, ordered=ordered and fits and tile.warpgroups > 1 and spec.second is None,
     )  # fmt: skip

@@ -9,7 +9,8 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats.conv import ConvLayer
 from lowbit.kernels.choose.conv import ConvTile
-from lowbit.kernels.parts.conv_plan import ConvLauncher, TiledConvPlan, most_registers
+from lowbit.kernels.parts.conv_plan import ConvLauncher, PlainLauncher, TiledConvPlan, most_registers
+from lowbit.kernels.parts.launch import recording
 from lowbit.pack.conv_weight import WgmmaTiles
 
 
@@ -38,6 +39,22 @@ def test_a_width_is_compiled_once():
         (False, (2, 1, 1), ("x", "configuration for 28"), options),
         (True, (5, 1, 1), ("x", "configuration for 56"), {}),
     ]
+
+
+def test_kernels_are_recorded_instead_of_launched():
+    """One kernel for each width of images, and one for each launcher that leaves the choice to Triton."""
+    from lowbit.kernels.sm80.depthwise import depthwise_kernel
+
+    convolutions, plain = ConvLauncher(depthwise_kernel, maxnreg=128), PlainLauncher(depthwise_kernel, num_warps=4)
+    arguments = (*(torch.zeros(16) for _ in range(5)), *range(len(depthwise_kernel.params) - 5))
+    with recording() as kernels:
+        for width in (56, 28, 56):
+            convolutions(width, (3, 1, 1), 8, *arguments)
+        plain(7, *arguments)
+        plain(8, *arguments)
+    assert [each.options for each in kernels] == [{"num_warps": 8, "maxnreg": 128}, {"num_warps": 4}]
+    assert {(each.module, each.name) for each in kernels} == {("lowbit.kernels.sm80.depthwise", "depthwise_kernel")}
+    assert not convolutions.kernels
 
 
 @pytest.mark.parametrize(("blocks", "threads", "registers"), [(1, 128, 255), (2, 256, 128), (3, 128, 168), (4, 128, 128)])

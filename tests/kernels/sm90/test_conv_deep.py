@@ -193,3 +193,16 @@ def test_codes(c, o, kernel, stride, size, added, tile, x, y):
     assert torch.equal(Nhwc64(y).unpack(out, o), conv_reference(codes, conv, residual, other))
     assert not Nhwc64(y).unpack(out, shape[3] * 8 // CODES[y].bits)[:, o:].any(), "filled up with 0"
     assert torch.equal(prepared(packed, *given), out)
+
+
+@pytest.mark.parametrize(("x", "channels", "kernel", "width"), [("u4", 256, 1, 14), ("s8", 128, 3, 28)])
+def test_warpgroups_take_turns(x, channels, kernel, width):
+    """Each waits for the one before it, once a tile, and lets the next one start."""
+    spec = plain_layer(channels, channels, kernel, 1, x, x, residual=None if kernel > 1 else x).spec
+    config = deep_config(spec, deep_tile(spec, *WIDE), width, ordered=True)
+    assert config.ordered and not deep_config(spec, deep_tile(spec, *WIDE), width).ordered
+    code = compiled(config)
+    assert sum("BAR.ARV" in line for line in code.lines) == 2, "the first turn, and the next one"
+    assert code.stack_bytes == 0
+    check_turns(code)
+    assert not deep_config(plain_layer(512, 512).spec, deep_tile(spec, *WIDE), 7, ordered=True).ordered, "36 k blocks: no ring"
