@@ -82,10 +82,11 @@ def _descend(
 class _Step:
     """One iteration on the sequences in `x` towards the outputs in `target`, [batch, T, hidden] like `example`.
 
-    On a GPU the steps after the first `EAGER_STEPS` replay a CUDA graph, if the layer's forward pass does not synchronize.
+    On a GPU the steps after the first `EAGER_STEPS` can replay a CUDA graph, if the layer's forward pass does not synchronize.
+    That is off (`REPLAYS`) until it has run on one.
     """
 
-    EAGER_STEPS = 3
+    EAGER_STEPS, REPLAYS = 3, False
 
     def __init__(
         self, decoder: LayerwiseDecoder, i: int, roundings: Mapping[str, LearnedRounding], example: Tensor, iterations: int
@@ -93,14 +94,14 @@ class _Step:
         self._decoder, self._i, self._roundings = decoder, i, roundings
         self.x, self.target = torch.empty_like(example), torch.empty_like(example)
         self._descent = Descent(list(roundings.values()), iterations)
-        self._on_gpu = decoder.device.type == "cuda"
+        self._captures = self.REPLAYS and decoder.device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._steps = 0
 
     def run(self, rate: float) -> None:
         """Changes the parameters by one step at this learning rate."""
         self._descent.set_rate(rate)
-        if self._steps == self.EAGER_STEPS and self._on_gpu and not self._synchronizes():
+        if self._steps == self.EAGER_STEPS and self._captures and not self._synchronizes():
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
                 self._change()
