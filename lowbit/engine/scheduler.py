@@ -158,7 +158,8 @@ class Scheduler:
     def waiting_tokens(self) -> int:
         """Prompt tokens that are still to be computed, of running sequences and of those that wait for a free slot."""
         admitted = itertools.islice(self.waiting, len(self._free_slots))
-        return sum(len(each.tokens) - each.computed_tokens for each in (*self.running, *admitted) if not each.prefilled)
+        ahead = [each for each in (*self.running, *admitted) if not each.prefilled]
+        return sum(len(each.request.prompt) + len(each.sampled) - each.computed_tokens for each in ahead)
 
     def add_drafts(self, scheduled: SchedulerOutput, drafts: Mapping[Sequence, int]) -> None:
         """Adds guessed tokens of decoding sequences to a step, as far as there are pages for them. No sampled token of these

@@ -380,7 +380,9 @@ class TestResultFiles:
 
 def test_the_committed_results_are_recognised():
     root = Path(__file__).parent.parent.parent / "benchmarks" / "results"
-    kinds = {"study": "lowbit study", "kv": "lowbit study kv"}
+    kinds = {"study": "lowbit study", "kv": "lowbit study kv"} | {
+        name: f"lowbit study {name}" for name in ("experts", "upcycle")
+    }
     for path in filter(Path.is_file, root.rglob("*")):
         check_file(path, kinds.get(path.parent.name) or f"lowbit bench {path.stem.split('-')[3].rstrip('8')}")
 

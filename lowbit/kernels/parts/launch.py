@@ -113,9 +113,10 @@ class Launcher:
 
     def __call__(self, *arguments: Any) -> None:
         """Launches the kernel; the first call compiles it or takes it from Triton's cache."""
-        if is_recording():
-            if self.kernel is None:
-                record_kernel(self, self.function, arguments, self.options)
+        recorded = getattr(_thread, "recorded", None)
+        if recorded is not None:
+            if self.kernel is None and self not in recorded:
+                recorded[self] = self.recorded(arguments)
         elif self.kernel is not None:
             self.kernel[self.grid](*arguments)
         elif self.cluster == 1:  # compiles and launches

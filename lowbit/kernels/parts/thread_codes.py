@@ -9,13 +9,21 @@ from __future__ import annotations
 from lowbit.kernels.parts.gluon import gl, gluon
 from lowbit.kernels.parts.thread_product import load_words, shared_floats, store_words, thread_words
 
+SCALED = gl.constexpr("cvt.rn.f32.s32 $0, $1; fma.rn.f32 $0, $0, $2, $3;")
+
+
+@gluon.constexpr_function
+def place_of(group, row, i):
+    """The register of the sum of column i of 8 of a column group, in the first (row 0) or second row of a thread."""
+    return 16 * group + 4 * (i // 2) + 2 * row + i % 2
+
 
 @gluon.jit
 def columns(sums, group: gl.constexpr, row: gl.constexpr):
     """Returns the 8 sums of a column group and row."""
     found = ()
     for i in gl.static_range(8):
-        found = found + (sums[16 * group + 4 * (i // 2) + 2 * row + i % 2],)
+        found = found + (sums[place_of(group, row, i)],)
     return found
 
 
@@ -32,8 +40,7 @@ def scaled(sums, s, b):
     for i in gl.static_range(8):
         found = found + (
             gl.inline_asm_elementwise(
-                "cvt.rn.f32.s32 $0, $1; fma.rn.f32 $0, $0, $2, $3;", "=&f,r,f,f", (sums[i], s[i], b[i]), dtype=gl.float32,
-                is_pure=True, pack=1,
+                SCALED, "=&f,r,f,f", (sums[i], s[i], b[i]), dtype=gl.float32, is_pure=True, pack=1
             ),
         )  # fmt: skip
     return found

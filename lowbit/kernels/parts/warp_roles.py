@@ -6,10 +6,17 @@ warpgroups without serialized wgmma.
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.gluon import gl, gluon
+from lowbit.kernels.parts.gluon import gl, gluon, run
 
 LOADER_REGISTERS = gl.constexpr(32)
 """Number of registers of a loader thread. Every thread starts with 128; math warps get those that the loader gives up."""
+
+
+OWN_THREAD = gl.constexpr("mov.u32 $0, %tid.x;")
+
+OWN_WARPGROUP = gl.constexpr(
+    "{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff; }"
+)
 
 
 @gluon.constexpr_function
@@ -27,13 +34,13 @@ def own_number(asm: gl.constexpr):
 @gluon.jit
 def own_thread():
     """Returns the thread's index in its block, as `own_number`."""
-    return own_number("mov.u32 $0, %tid.x;")
+    return own_number(OWN_THREAD)
 
 
 @gluon.jit
 def own_warpgroup():
     """Returns the index of the thread's warpgroup, as `own_number`."""
-    return own_number("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff; }")
+    return own_number(OWN_WARPGROUP)
 
 
 @gluon.jit
@@ -42,3 +49,11 @@ def following(stage, parity, count, by):
     stage += by
     parity = gl.where(stage == count, parity ^ 1, parity)
     return gl.where(stage == count, 0, stage), parity
+
+
+@gluon.jit
+def map_arrived(maps):
+    """Makes a descriptor in memory visible to TMA, even if another one was at its address before, and prefetches it."""
+    run(
+        "fence.proxy.tensormap::generic.acquire.gpu [$1], 128;\n prefetch.tensormap [$1];\n mov.b32 $0, 0;", "=r,l", [maps]
+    )  # fmt: skip

@@ -32,7 +32,7 @@ from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
 from lowbit.kernels.parts.strip_ring import StripRing
-from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, own_thread, own_warpgroup, registers_of
+from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, map_arrived, own_thread, own_warpgroup, registers_of
 from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand, row_map
 from lowbit.pack.conv_layout import PackedConv
@@ -340,14 +340,6 @@ def produce(one, two, residual_maps, across, tiles, size, C: gl.constexpr):
         at = copy_tile(at, one, across, tile, size, fresh, C.kernel, C.strips, C)
         if C.second is not None:
             at = copy_tile(at, two, across, tile, size, fresh, 1, False, C)
-
-
-@gluon.jit
-def map_arrived(maps):
-    """Makes a descriptor in memory visible to TMA, even if another one was at its address before, and prefetches it."""
-    run(
-        "fence.proxy.tensormap::generic.acquire.gpu [$1], 128;\n prefetch.tensormap [$1];\n mov.b32 $0, 0;", "=r,l", [maps]
-    )  # fmt: skip
 
 
 @gluon.jit

@@ -37,8 +37,7 @@ from lowbit.kernels.parts.strip_ring import StripPlaces
 from lowbit.kernels.parts.thread_codes import codes_of, columns, scaled, store_rows, table
 from lowbit.kernels.parts.thread_product import ThreadProduct, fence_registers, load_words, start, thread_words, wait
 from lowbit.kernels.parts.tile import Warps
-from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, own_thread, own_warpgroup, registers_of
-from lowbit.kernels.sm90.conv_deep import map_arrived
+from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, map_arrived, own_thread, own_warpgroup, registers_of
 from lowbit.kernels.sm90.tensor_map import row_map
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout
