@@ -157,7 +157,8 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that are still to be computed, of running sequences and of those that wait for a free slot."""
-        admitted = itertools.islice(self.waiting, len(self._free_slots))
+        # A copy, which is made at once: another thread may submit a request meanwhile.
+        admitted = itertools.islice(self.waiting.copy(), len(self._free_slots))
         ahead = [each for each in (*self.running, *admitted) if not each.prefilled]
         return sum(len(each.request.prompt) + len(each.sampled) - each.computed_tokens for each in ahead)
 

@@ -7,6 +7,8 @@ token.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import deque
 
 import pytest
@@ -252,6 +254,28 @@ def test_a_step_has_chunks_of_several_prompts():
     host.step()
     assert [len(chunk.tokens) for chunk in host.steps[0].chunks] == [60, 60, 60, 60]
     host.finish(sequences)
+
+
+def test_tokens_that_wait_are_counted_while_another_thread_submits():
+    scheduler, done = Scheduler(64, BlockPool(200), 128), threading.Event()
+    for i in range(40):
+        scheduler.add(Sequence.start(Request([1] * (i + 1), 2)))
+    assert scheduler.waiting_tokens == 40 * 41 // 2
+
+    def come_and_go():
+        while not done.is_set():
+            scheduler.waiting.append(scheduler.waiting.popleft())
+
+    switches, thread = sys.getswitchinterval(), threading.Thread(target=come_and_go)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        counts = {scheduler.waiting_tokens for _ in range(4000)}
+    finally:
+        sys.setswitchinterval(switches)
+        done.set()
+        thread.join()
+    assert min(counts) >= 40 * 41 // 2 - 40 and max(counts) <= 40 * 41 // 2
 
 
 def test_a_budget_splits_chunks_beside_decoding_sequences():
