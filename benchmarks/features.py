@@ -42,7 +42,7 @@ RANK, ADAPTERS = 16, 4
 ROUNDS = 3
 """Number of times that wall times are measured, in turn; the median counts."""
 USERS, PROMPT, OUTPUT, REQUESTS = 32, 512, 128, 160
-"""Of mixed steps: sequences at once, tokens of prompts and answers, requests."""
+"""The load for mixed steps: concurrent sequences, tokens of a prompt, tokens of an answer, number of requests."""
 LOAD = 0.95
 CACHE_BYTES = 12 << 30
 """Keys and values: those of 64 sequences of 1,120 tokens of Llama-3-8B are 9.4 GB."""

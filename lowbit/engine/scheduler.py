@@ -156,7 +156,7 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens that are still to be computed, of running sequences and of those that wait for a free slot."""
+        """Number of prompt tokens not computed yet, of running sequences and as many waiting ones as there are free slots."""
         # A copy, which is made at once: another thread may submit a request meanwhile.
         admitted = itertools.islice(self.waiting.copy(), len(self._free_slots))
         ahead = [each for each in (*self.running, *admitted) if not each.prefilled]

@@ -71,12 +71,9 @@ class Convolve:
         return replace(self, layer=self.layer.to(device))
 
 
-@dataclass(frozen=True, eq=False)
-class FusedBottleneck:
-    """Three `Convolve` in one kernel (ops/conv_block.py). `y` is the output of the last one. The output of the second one,
-    `also`, is stored too, for other readers."""
+class _ThirdAndFollowing:
+    """What kernels have in common that compute the third convolution of a bottleneck and the one that follows it."""
 
-    second: Convolve
     third: Convolve
     following: Convolve
 
@@ -87,13 +84,22 @@ class FusedBottleneck:
 
     @property
     def also(self) -> str:
-        """Name of the output of the third convolution of the bottleneck."""
+        """Name of the output of the third convolution, which is stored too, for other readers."""
         return self.third.y
 
     @property
     def added(self) -> str:
         """Name of the residual, or of the input of the shortcut."""
         return self.third.residual or self.third.second or ""
+
+
+@dataclass(frozen=True, eq=False)
+class FusedBottleneck(_ThirdAndFollowing):
+    """Three `Convolve` in one kernel (ops/conv_block.py)."""
+
+    second: Convolve
+    third: Convolve
+    following: Convolve
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -102,27 +108,11 @@ class FusedBottleneck:
 
 
 @dataclass(frozen=True, eq=False)
-class FusedPair:
-    """Two `Convolve` in one kernel (ops/conv_pair.py). `y` is the output of the second one. The output of the first one,
-    `also`, is stored too, for other readers."""
+class FusedPair(_ThirdAndFollowing):
+    """Two `Convolve` in one kernel (ops/conv_pair.py)."""
 
     third: Convolve
     following: Convolve
-
-    @property
-    def y(self) -> str:
-        """Name of the output of the second convolution."""
-        return self.following.y
-
-    @property
-    def also(self) -> str:
-        """Name of the output of the first convolution."""
-        return self.third.y
-
-    @property
-    def added(self) -> str:
-        """Name of the residual, or of the input of the shortcut."""
-        return self.third.residual or self.third.second or ""
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def mixture(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    """Of 2,944 input channels of down_proj each of two GPUs has 1,472, which end within a group of 128."""
+    """A model whose down_proj has K = 2,944: each of two GPUs gets 1,472 channels, which end inside a group of 128."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=1024, intermediate_size=2944, num_hidden_layers=2, num_attention_heads=8,
