@@ -44,7 +44,7 @@ SEEN = "seen"
 """Name of the calibration text measured on the samples used for calibration."""
 SUMMARIES, PROGRAMS = 128, 16
 """Batch sizes of documents and of programming problems."""
-KEPT_BYTES = 2 << 30
+RECORDED_BYTES = 2 << 30
 """Bytes of logits up to which those of the 16-bit model are recorded once, so that a study of few windows needs one model in
 memory instead of two."""
 
@@ -203,7 +203,7 @@ class _Recorded(nn.Module):
 class _Measure:
     """The 16-bit model, another that loads the weights of one case after the other, and the data. Both compute in one dtype
     with dequantized weights, and inputs rounded as the layers round them: this compares codes, not the rounding of kernels.
-    They share the tensors that no case changes. Logits of all texts that fit into KEPT_BYTES replace the 16-bit model."""
+    They share the tensors that no case changes. Logits of all texts that fit into RECORDED_BYTES replace the 16-bit model."""
 
     def __init__(self, source: Path, tasks: Sequence[Task], settings: Settings, device: str, progress: bool) -> None:
         self.settings, self.progress = settings, progress
@@ -214,7 +214,7 @@ class _Measure:
         self._others = [task for task in tasks if task.kind != "text"]
         self._ids = {task.name: self._tokens(task) for task in tasks if task.kind == "text"}
         vocabulary: int = self.model.get_output_embeddings().weight.shape[0]
-        self._records = sum(map(len, self._ids.values())) * vocabulary * dtype.itemsize <= KEPT_BYTES
+        self._records = sum(map(len, self._ids.values())) * vocabulary * dtype.itemsize <= RECORDED_BYTES
         if self._records:
             windows = (window for ids in self._ids.values() for window in ids.split(settings.window))
             self.reference = cast(PreTrainedModel, _Recorded(self.model, windows))
