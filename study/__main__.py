@@ -86,7 +86,7 @@ def study(
     if not found:
         raise ValueError(f"{results}: holds no result file; name a model to measure")
     documents = [load(path) for path in found]
-    write_curves(documents, table)
+    write_curves(documents, sizes.by_size(results / sizes.RESULTS.name), table)
     say(f"wrote {table}")
     for line in write_pages(documents, page or [Path("docs") / name for name in PAGES]):
         say(f"wrote {line}")
