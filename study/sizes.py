@@ -35,7 +35,7 @@ CASES = (
     *(Case(scheme, Rtn()) for scheme in ("w8a8", "fp8_dynamic", "w4a8_g64")),
     Case("w8a8", Rtn(), rotate_inputs=True),
     *(Case("w4a16_g64", Gptq(), DEFAULT_TEXT, seed) for seed in range(SEEDS)),
-    *(Case("w4a16_g64", Learned(iterations=50), DEFAULT_TEXT, seed) for seed in range(SEEDS)),
+    *(Case("w4a16_g64", Learned(), DEFAULT_TEXT, seed) for seed in range(SEEDS)),
 )
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
