@@ -80,14 +80,14 @@ def run(
     *,
     only: str | None = None,
     wanted: Sequence[Case] | None = None,
-    measured: Collection[str] | None = None,
+    names: Collection[str] | None = None,
     device: str = "cpu",
     say: Callable[[str], None] = lambda line: None,
     progress: bool = False,
 ) -> Results:
     """Measures the 16-bit model in `source` and every case on the texts and tasks in the folder `data`, into the result file
     `path`. `only` is a pattern for the keys of cases. `wanted` replaces the cases of the study (`study.cases.cases`).
-    `measured` names the texts and tasks to measure on, all by default; others are only calibrated on.
+    `names` are those of the texts and tasks to take, all by default.
 
     Rows in the file are not measured again. A killed calibration resumes after its last finished layer. Raises ValueError for
     texts that are too short, for a result file with other settings, and if programs should run without isolation.
@@ -95,12 +95,9 @@ def run(
     if settings.run_generated_code:
         choose_isolation()
     tasks = read_tasks(data, None, SuiteSettings(limit=settings.limit))
-    if measured is not None:
-        needed = {*measured, *(case.text for case in wanted or ())}
-        tasks = [task for task in tasks if task.name in needed]
+    tasks = [task for task in tasks if names is None or task.name in names]
     texts = [task for task in tasks if task.kind == "text"]
-    shown = [task for task in tasks if measured is None or task.name in measured]
-    measure = _Measure(source, shown, settings, device, progress)
+    measure = _Measure(source, tasks, settings, device, progress)
     group = group_size(measure.model)
     described = [_described(task) for task in tasks]
     request = {"model": source.name, "group": group, "settings": asdict(settings), "tasks": described}
@@ -119,7 +116,7 @@ def run(
     for number, case in enumerate(chosen, 1):
         if case.key not in results:
             say(f"{number} of {len(chosen)}: {case.key}")
-            _add(case, source, work, measure, settings, measured, device, progress, results)
+            _add(case, source, work, measure, settings, device, progress, results)
     if all(case.key in results for case in wanted):
         results.write(complete=True)
         discard(work, [f"{task.name}.txt" for task in texts])
@@ -161,9 +158,8 @@ def _described(task: Task) -> dict[str, Any]:
 
 
 def _add(
-    case: Case, source: Path, work: Path, measure: _Measure, settings: Settings, measured: Collection[str] | None, device: str,
-    progress: bool, results: Results,
-) -> None:  # fmt: skip
+    case: Case, source: Path, work: Path, measure: _Measure, settings: Settings, device: str, progress: bool, results: Results
+) -> None:
     target = work / case.key.replace(" ", "-")
     calibration = None
     if needs_text(case):
@@ -177,7 +173,7 @@ def _add(
     seconds = time.perf_counter() - start
     bits = measure.load(target)
     figures = measure.texts() + (measure.tasks() if case.tasks else [])
-    if calibration is not None and measured is None:
+    if calibration is not None:
         figures += measure.seen(calibration.tokens(source), settings.length)
     row = {
         "key": case.key, "scheme": case.scheme, "method": case.method_name, "bits_per_weight": bits, "seconds": seconds,

@@ -1,14 +1,14 @@
 """`python -m study sizes MODEL...`: the same cases, texts and windows on models of several sizes.
 
-Do larger models lose less at the same bits, and do two smaller ones predict the largest? The texts are two on which no case is
-calibrated. Groups have 64 channels on every model, the largest size that divides the layers of SmolLM2-135M.
+Do larger models lose less at the same bits, and do two smaller ones predict the largest? All cases are rounded to nearest.
+Groups have 64 channels on every model, the largest size that divides the layers of SmolLM2-135M.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +16,9 @@ import typer
 
 from lowbit.cli.terminal import say, user_errors
 from lowbit.eval.report import number, replace_block
-from lowbit.methods import Gptq, Learned, Rtn
+from lowbit.methods import Rtn
 from lowbit.sources import model_folder
-from study.cases import DEFAULT_TEXT, Case
+from study.cases import Case
 from study.data import gather
 from study.results import figure_of, load
 from study.run import Settings, run
@@ -26,16 +26,13 @@ from study.run import Settings, run
 Document = dict[str, Any]
 
 RESULTS, PAGE = Path("benchmarks/results/study/sizes"), Path("docs/internals/study.md")
+MARK = "study:sizes"
+"""Mark of the table in the page."""
 TEXTS = ("opticks", "handbook")
-"""Texts that are measured on; `DEFAULT_TEXT` is calibrated on."""
-SEEDS = 3
-"""Draws of calibration samples of each calibrated case."""
 CASES = (
     *(Case(scheme, Rtn()) for scheme in ("w8a16", "w6e3m2a16", "w5e2m2a16", "w4a16_g64", "w4a16_pc", "w3a16_g64")),
     *(Case(scheme, Rtn()) for scheme in ("w8a8", "fp8_dynamic", "w4a8_g64")),
     Case("w8a8", Rtn(), rotate_inputs=True),
-    *(Case("w4a16_g64", Gptq(), DEFAULT_TEXT, seed) for seed in range(SEEDS)),
-    *(Case("w4a16_g64", Learned(), DEFAULT_TEXT, seed) for seed in range(SEEDS)),
 )
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -49,16 +46,15 @@ def main(
     ] = None,
     data: Annotated[Path, typer.Option(help="Texts; filled when it does not exist.")] = Path("study-data"),
     results: Annotated[Path, typer.Option(help="Folder of the result files, one per model.")] = RESULTS,
-    page: Annotated[Path, typer.Option(help="Page whose tables are rewritten.")] = PAGE,
-    only: Annotated[str | None, typer.Option(help="Only cases like this: 'w4a16_g64 *', '* rtn'.")] = None,
+    page: Annotated[Path, typer.Option(help="Page whose table is rewritten.")] = PAGE,
+    only: Annotated[str | None, typer.Option(help="Only cases like this: 'w4a16_g64 *', 'w8*'.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of 512 tokens of each text.")] = 2,
-    samples: Annotated[int, typer.Option(min=1, help="Pieces of 512 tokens to calibrate on.")] = 32,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
 ) -> None:
-    """Measures the same cases on models of several sizes, and rewrites the tables from all result files. A result file is
+    """Measures the same cases on models of several sizes, and rewrites the table from all result files. A result file is
     complete after every row; the same command resumes an interrupted run.
 
-    Example: python -m study sizes SmolLM2-135M-Instruct Qwen2.5-Coder-0.5B-Instruct Qwen2.5-Coder-1.5B-Instruct --only '* rtn*'
+    Example: python -m study sizes SmolLM2-135M-Instruct Qwen2.5-Coder-0.5B-Instruct Qwen2.5-Coder-1.5B-Instruct
     """
     for model in models or ():
         model_folder(model)
@@ -67,16 +63,15 @@ def main(
     for model in models or ():
         path = results / f"{model.resolve().name}.json"
         run(
-            model.resolve(), data, path, Settings(512, windows, samples), only=only, wanted=CASES, measured=TEXTS,
+            model.resolve(), data, path, Settings(512, windows), only=only, wanted=CASES, names=TEXTS,
             device=device, say=say, progress=True,
         )  # fmt: skip
         say(f"wrote {path}")
     documents = by_size(results)
     if not documents:
         raise ValueError(f"{results}: holds no result file; name a model to measure")
-    for name, of in BLOCKS.items():
-        replace_block(page, name, of(documents))
-    say(f"wrote the tables of {page}")
+    replace_block(page, MARK, table(documents))
+    say(f"wrote the table of {page}")
 
 
 def by_size(folder: Path) -> list[Document]:
@@ -84,10 +79,10 @@ def by_size(folder: Path) -> list[Document]:
     return sorted(map(load, folder.glob("*.json")), key=lambda document: document["weights"]["linear"])
 
 
-def draws(document: Document, scheme: str, method: str) -> list[float]:
-    """Returns the divergence of a case, the mean over the texts, for each seed that was measured."""
-    rows = [row for row in document["rows"] if (row["scheme"], row["method"]) == (scheme, method)]
-    return [_mean(row, "KL mean")[0] for row in rows]
+def _row(document: Document, case: Case) -> dict[str, Any] | None:
+    """Returns the row of a case; None if it was not measured."""
+    wanted = (case.scheme, case.method_name)
+    return next((row for row in document["rows"] if (row["scheme"], row["method"]) == wanted), None)
 
 
 def predicted(smaller: float, larger: float, weights: Sequence[int]) -> float:
@@ -106,12 +101,12 @@ def table(documents: Sequence[Document]) -> str:
     head += ["largest / middle", "power law", "largest / power law"] if compared else []
     lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
     ratios, laws = [], []
-    for scheme, method in dict.fromkeys((case.scheme, case.method_name) for case in CASES):
-        found = [draws(document, scheme, method) for document in documents]
-        if not all(found):
+    for case in CASES:
+        rows = [row for document in documents if (row := _row(document, case)) is not None]
+        if len(rows) < len(documents):
             continue
-        kl = [statistics.fmean(values) for values in found]
-        cells = [f"`{scheme}` {method}", *(_cell(document, scheme, method) for document in documents)]
+        kl = [_mean(row, "KL mean")[0] for row in rows]
+        cells = [f"`{case.scheme}` {case.method_name}", *map(_cell, rows)]
         if compared:
             ratios.append(kl[2] / kl[1])
             laws.append(kl[2] / predicted(kl[0], kl[1], weights))
@@ -121,25 +116,6 @@ def table(documents: Sequence[Document]) -> str:
         means = [f"{statistics.geometric_mean(values):.2f}" for values in (ratios, laws)]
         lines.append(_line(["geometric mean", "", "", "", means[0], "", means[1]]))
     return "\n".join([*map(_setting, documents), "", *lines])
-
-
-def seeds_table(documents: Sequence[Document]) -> str:
-    """Returns the table of the spread over draws of the calibration samples, for cases with at least two."""
-    head = ["model", "case", "draws", "KL, mean", "standard deviation", "least, most", "standard error over windows"]
-    lines = [_line(head), _line(["---", "---", *["---:"] * 5])]
-    for document in documents:
-        for scheme, method in dict.fromkeys((case.scheme, case.method_name) for case in CASES):
-            values = draws(document, scheme, method)
-            if len(values) > 1:
-                row = next(r for r in document["rows"] if (r["scheme"], r["method"]) == (scheme, method))
-                cells = [f"{statistics.fmean(values):.4f}", f"{statistics.stdev(values):.4f}"]
-                cells += [f"{min(values):.4f}, {max(values):.4f}", f"{_mean(row, 'KL mean')[1]:.4f}"]
-                lines.append(_line([document["request"]["model"], f"`{scheme}` {method}", str(len(values)), *cells]))
-    return "\n".join(lines)
-
-
-BLOCKS: dict[str, Callable[[Sequence[Document]], str]] = {"sizes:table": table, "sizes:seeds": seeds_table}
-"""Marks of the page -> table."""
 
 
 def _setting(document: Document) -> str:
@@ -155,13 +131,10 @@ def _setting(document: Document) -> str:
     )
 
 
-def _cell(document: Document, scheme: str, method: str) -> str:
-    """Returns divergence and change of perplexity of a case: of one draw with its error, or the mean over several draws."""
-    rows = [row for row in document["rows"] if (row["scheme"], row["method"]) == (scheme, method)]
-    worse = 100 * math.expm1(statistics.fmean(_mean(row, "nll difference")[0] for row in rows))
-    values = [_mean(row, "KL mean") for row in rows]
-    kl = number(*values[0]) if len(values) == 1 else number(statistics.fmean(v for v, _ in values), None)
-    return f"{kl}, {worse:+.2f} %"
+def _cell(row: dict[str, Any]) -> str:
+    """Returns the divergence and the change of perplexity of a row."""
+    worse = 100 * math.expm1(_mean(row, "nll difference")[0])
+    return f"{number(*_mean(row, 'KL mean'))}, {worse:+.2f} %"
 
 
 def _mean(row: dict[str, Any], metric: str) -> tuple[float, float]:

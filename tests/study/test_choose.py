@@ -54,8 +54,6 @@ def test_the_table_has_a_row_for_each_case_calibrated_by_default():
 def test_short_files_add_cases_and_no_models():
     whole, short, other = (document(row("w8a16", "rtn", both(kl), bits=8.0)) for kl in (0.1, 0.2, 0.3))
     short["rows"].append(row("w8a8", "rtn", both(0.4), bits=8.0))
-    # A text that is only calibrated on is listed, and has no figures.
-    short["request"]["tasks"] = [*short["request"]["tasks"], {"task": "unmeasured", "kind": "text", "sha256": "1" * 64}]
     for made, name in ((whole, "m"), (short, "m"), (other, "n")):
         made["request"] |= {"model": name, "settings": {"windows": 2, "window": 8}}
         made["weights"] = {"linear": 100, "other": 10}
