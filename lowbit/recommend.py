@@ -467,8 +467,8 @@ def _limits(chosen: SchemeOption, plan: Plan, model: PreTrainedModel) -> list[st
         size = f"{times:,.0f}" if times >= 10 else f"{times:.2g}"
         lines.append(
             f"extrapolated: this model has {size} times the linear weights of {base['model']}, the closest measured one; "
-            "larger models usually lose less at the same bits, by a factor that differs from scheme to scheme "
-            "(docs/internals/study.md), which these figures do not include"
+            "larger models usually lose less at the same bits, except with int8 activations that are not rotated "
+            "(docs/choose.md), which these figures do not include"
         )
     if chosen.factor != 1:
         lines.append(
