@@ -112,11 +112,12 @@ def _rows_of(gpus: int, config: RanksConfig, bandwidth: float, progress: Callabl
                 random_part, ranks=gpus, shape=model, scheme=scheme, head=head, dtype=DTYPES[config.dtype], layers=config.layers
             )
             made, ranks = start_ranks(make, gpus, torch.device("cuda"))
+        row["weight_bytes"] = weight_bytes(made)  # before an engine joins matrices, whose modules then hold nothing
         engine = Engine(
             made, ranks=ranks, max_concurrent=max(config.batches), max_length=config.context + 4 * REPLAYS + OUTPUT,
             prefix_caching=False,
         )  # fmt: skip
-        row |= {"weight_bytes": weight_bytes(made), "difference": engine.difference}
+        row["difference"] = engine.difference
         _everywhere(engine, _fill)
         for batch in config.batches:
             progress(f"{said}: batch {batch}")

@@ -75,13 +75,16 @@ def expert_gemm(
     return y
 
 
-def sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
+def sum_slots(
+    y: Tensor, top_k: int, residual: Tensor | None = None, *, experts: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Returns [T, N] in y's dtype: y [T * top_k, N] summed over the slots of each token, + residual [T, N].
 
-    Summed in float32, slot 0 first, the residual last, with one rounding. Raises ValueError for tensors that do not fit
-    together.
+    experts: int32 [T, top_k], contiguous, of a routing that may have absent slots: rows of y of negative ones are left out,
+    whatever they hold. Summed in float32, slot 0 first, the residual last, with one rounding. Raises ValueError for tensors
+    that do not fit together.
     """
-    out: Tensor = torch.ops.lowbit.sum_slots(y, top_k, residual)
+    out: Tensor = torch.ops.lowbit.sum_slots(y, top_k, residual, experts)
     return out
 
 
@@ -305,19 +308,22 @@ register(
 )
 
 
-def _check_sum(y: Tensor, top_k: int, residual: Tensor | None) -> None:
-    """Raises ValueError unless y and the residual fit together."""
+def _check_sum(y: Tensor, top_k: int, residual: Tensor | None, experts: Tensor | None) -> None:
+    """Raises ValueError unless the tensors of a sum fit together."""
     if y.dim() != 2 or top_k < 1 or y.shape[0] % max(top_k, 1) or not y.is_floating_point():
         raise ValueError(f"sum_slots: y is floats [T * {top_k}, N], got {y.dtype} {tuple(y.shape)}")
     expected = (y.shape[0] // top_k, y.shape[1])
     if residual is not None and (tuple(residual.shape) != expected or residual.dtype != y.dtype):
         raise ValueError(f"sum_slots: residual is {y.dtype} {expected}, got {residual.dtype} {tuple(residual.shape)}")
+    slots = (y.shape[0] // top_k, top_k)
+    if experts is not None and (tuple(experts.shape) != slots or experts.dtype != torch.int32):
+        raise ValueError(f"sum_slots: experts are int32 {slots}, got {experts.dtype} {tuple(experts.shape)}")
 
 
-def _sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    if not y.is_contiguous() or (residual is not None and not residual.is_contiguous()):
-        raise ValueError("sum_slots: y and residual are contiguous; call .contiguous() on them")
-    return _sum_plan(top_k, spec_of(y), spec_of(residual))(y, residual)
+def _sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None, experts: Tensor | None = None) -> Tensor:
+    if not all(t is None or t.is_contiguous() for t in (y, residual, experts)):
+        raise ValueError("sum_slots: y, residual and experts are contiguous; call .contiguous() on them")
+    return _sum_plan(top_k, spec_of(y), spec_of(residual), spec_of(experts))(y, residual, experts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -325,26 +331,26 @@ def _sum_plan(top_k: int, *tensors: TensorSpec | None) -> SumSlotsPlan:
     """Returns the plan of a sum. Raises ValueError if the tensors do not fit together."""
     from lowbit.kernels.elementwise.sum_slots import SumSlotsPlan
 
-    y, residual = meta_tensors(tensors)
-    _check_sum(y, top_k, residual)
+    y, residual, experts = meta_tensors(tensors)
+    _check_sum(y, top_k, residual, experts)
     on = device_of("sum_slots", tensors)
-    vectors = y.shape[1] % 8 == 0 and all(t is None or t[3] for t in tensors)
+    vectors = y.shape[1] % 8 == 0 and all(t is None or t[3] for t in tensors[:2])
     return SumSlotsPlan(y.shape[0] // top_k, top_k, y.shape[1], vectors, machine_of(on))
 
 
-def _sum_slots_on_cpu(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    check_one_device("sum_slots", y, residual)
-    _check_sum(y, top_k, residual)
-    return sum_slots_reference(y, top_k, residual)
+def _sum_slots_on_cpu(y: Tensor, top_k: int, residual: Tensor | None = None, experts: Tensor | None = None) -> Tensor:
+    check_one_device("sum_slots", y, residual, experts)
+    _check_sum(y, top_k, residual, experts)
+    return sum_slots_reference(y, top_k, residual, experts)
 
 
-def _sum_slots_fake(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    _check_sum(y, top_k, residual)
+def _sum_slots_fake(y: Tensor, top_k: int, residual: Tensor | None = None, experts: Tensor | None = None) -> Tensor:
+    _check_sum(y, top_k, residual, experts)
     return y.new_empty((y.shape[0] // top_k, y.shape[1]))
 
 
 register(
-    "sum_slots(Tensor y, int top_k, Tensor? residual=None) -> Tensor",
+    "sum_slots(Tensor y, int top_k, Tensor? residual=None, Tensor? experts=None) -> Tensor",
     cuda=_sum_slots,
     cpu=_sum_slots_on_cpu,
     fake=_sum_slots_fake,

@@ -70,9 +70,11 @@ def expert_mlp(
     from lowbit.ops.route import group
 
     tokens, top_k = experts.shape
+    absent = None
     if routing is None:
         tile_rows = tile_rows_for(tokens, top_k, gate_up.experts, gate_up.scheme.weight.bits, batch_invariant)
         routing = group(experts.contiguous(), weights.contiguous(), gate_up.experts, tile_rows=tile_rows)
+        absent = routing.experts
     h = multiply_slots(x, gate_up, routing, gate_up_bias, gate=gate, batch_invariant=batch_invariant)
     if gate == "none":
         assert apply_gate is not None
@@ -81,7 +83,7 @@ def expert_mlp(
         h if inner is None else inner(h), down, routing, down_bias, per_slot=True, weighted=True,
         routed_before=True, batch_invariant=batch_invariant,
     )  # fmt: skip
-    return sum_slots(y, top_k, residual)
+    return sum_slots(y, top_k, residual, experts=absent)
 
 
 def multiply_slots(

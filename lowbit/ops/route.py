@@ -66,8 +66,8 @@ class Routing:
 
     A product may therefore assume: the tiles cover each present slot exactly once; positions of a tile are below offsets[E],
     where `order` has slots in 0 .. S - 1; the token of a slot is slot // top_k. It must skip tiles of 0 slots, and must not use
-    entries of `order` outside tiles to address rows. No tile has absent slots. A product that returns a row for each slot must
-    write zeros where `experts` is negative, since the sum over the slots of a token reads these rows.
+    entries of `order` outside tiles to address rows. No tile has absent slots. A product that returns a row for each slot
+    leaves the rows of absent ones unwritten; `sum_slots` leaves them out where it is given `experts`.
     """
 
     experts: Tensor

@@ -133,3 +133,25 @@ def test_all_experts_in_one_weight(scheme, interleaved):
     for part in parts:
         part.restore()
         assert not part.is_prepared and part.weight_packed.numel()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hit", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9, 200, 900])
+def test_slots_of_no_expert_add_nothing_on_a_gpu(tokens, hit):
+    """Few rows and many, some experts of a token elsewhere (-1) or all of them; rows that no kernel writes hold NaN."""
+    matrices, x, chosen, weights, biases = data(tokens, "w4a16_g32", torch.float16)
+    chosen[torch.rand(chosen.shape, generator=torch.Generator().manual_seed(3)) < 0.4] = -1
+    chosen = chosen if hit else torch.full_like(chosen, -1)
+    parts = [PackedExperts.from_expert_tensor(ExpertTensor.stack(each, E)).cuda() for each in matrices]
+    rule = GateRule("silu", False)
+    parts[0].row_order = rule.rows(2 * INNER)
+    forms = [part.forms_for(torch.float16) for part in parts]
+    given = [t.cuda() for t in (x, chosen, weights)]
+    torch.full((1 << 26,), float("nan"), dtype=torch.float16, device="cuda")  # poisons memory to be reused
+    y = expert_mlp(
+        *given, *forms, gate="silu", gate_up_bias=biases[0].cuda()[:, parts[0].packed_rows], down_bias=biases[1].cuda()
+    )  # fmt: skip
+    zeros, present = torch.zeros(tokens, K), chosen.clamp(0)
+    expected = reference(matrices, x, present, weights.masked_fill(chosen < 0, 0), biases, zeros)
+    torch.testing.assert_close(y.double().cpu(), expected, rtol=1e-2, atol=1e-2 * max(1.0, float(expected.abs().max())))

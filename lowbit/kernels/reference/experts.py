@@ -57,9 +57,13 @@ def expert_gemm_reference(
     return y
 
 
-def sum_slots_reference(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    """Returns [T, N] in y's type: each token's slots are summed in float32 in order, then the residual [T, N] is added; one
-    rounding."""
+def sum_slots_reference(
+    y: Tensor, top_k: int, residual: Tensor | None = None, experts: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Returns [T, N] in y's type: each token's slots are summed in float32 in order, without those of negative `experts`
+    [T, top_k], then the residual [T, N] is added; one rounding."""
+    if experts is not None:
+        y = y.masked_fill(experts.reshape(-1, 1) < 0, 0)
     parts = y.unflatten(0, (-1, top_k)).float().unbind(1)
     total = parts[0]
     for part in parts[1:]:
