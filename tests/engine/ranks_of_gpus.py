@@ -17,6 +17,7 @@ from lowbit.engine.rank_processes import load_ranks
 from lowbit.models.load import load_causal
 from lowbit.ops.peers import Peers
 
+STARTED = time.monotonic()
 VOCAB = 4000
 LENGTHS = (1, 2, 77, 128, 129, 600)
 GPU = torch.device("cuda")
@@ -42,6 +43,14 @@ def requests():
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
     sampling = Sampling(temperature=0.7, top_k=50, seed=5, repetition_penalty=1.2)
     return [*(Request(ids, 24, top_logprobs=5) for ids in prompts), Request(prompts[2], 24, sampling=sampling)]
+
+
+def compiled(engine):
+    """The engine, after its kernels were compiled in several processes."""
+    for _ in engine.compile():
+        pass
+    print(f"{time.monotonic() - STARTED:.0f} s: kernels compiled", file=sys.stderr, flush=True)
+    return engine
 
 
 def generated(engine):
@@ -84,12 +93,12 @@ def main(folder, scheme, ends):
     scheme = None if scheme == "none" else scheme
     head = None if scheme is None else "w8a16"
     found = {}
-    alone = Engine(load_causal(folder, scheme=scheme, device=GPU, head=head), **OPTIONS)
+    alone = compiled(Engine(load_causal(folder, scheme=scheme, device=GPU, head=head), **OPTIONS))
     one = generated(alone)
     found["alone"] = alone.difference
     begun = time.monotonic()
     model, ranks = load_ranks(folder, 2, GPU, scheme=scheme, head=head)
-    engine = Engine(model, ranks=ranks, **OPTIONS)
+    engine = compiled(Engine(model, ranks=ranks, **OPTIONS))
     found |= {"started_s": time.monotonic() - begun, "difference": engine.difference, "report": engine.report()}
     found["peers"] = ranks.everywhere(engine, check_peers)
     two = generated(engine)

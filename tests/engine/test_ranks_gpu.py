@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -26,9 +25,7 @@ pytestmark = [
 def test_two_gpus_beside_one(tmp_path, scheme, ends):
     begun = time.monotonic()
     command = [sys.executable, "-W", "ignore", "-m", "tests.engine.ranks_of_gpus", str(tmp_path), scheme, ends]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     took = time.monotonic() - begun
     assert done.stdout, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
