@@ -5,6 +5,7 @@ A command first checks its arguments with modules that need no torch, then calls
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -150,6 +151,7 @@ def load_layers(module: str = "lowbit.demo") -> None:
     logging.set_tqdm_hook(_tqdm_hook)
     importlib.import_module(module)
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else nanobind prints what it finds alive at the end
     gc.enable()
     restore_keyboard_interrupt()
 

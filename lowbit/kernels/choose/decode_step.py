@@ -509,8 +509,9 @@ FASTER = (
 )
 """All such measurements: of 2026-11-28, one H200, Llama-3-8B's shape with an 8-bit head, us of one launch / of launches:
 w4a16_g128 at 1 token 1,341 / 1,504 (8 layers at 8,192 tokens 503 / 551), at 2 tokens 1,500 / 1,569; w8a16 at 1 token, 8 layers,
-600 / 645. Behind, or as fast: int4 at 4 tokens 1,701 / 1,695 and at 8 2,414 / 2,067; w6e3m2a16 574 / 553 and 16 bits 1,176 / 1,159
-(8 layers, 1 token); SmolLM2-135M in 8 bits 422 / 355. `persistent_step=None` of an engine chooses the launches where there is none."""
+600 / 645. Behind, or as fast: int4 at 4 tokens 1,701 / 1,695 and at 8 2,414 / 2,067; w6e3m2a16 574 / 553 and 16 bits
+1,176 / 1,159 (8 layers, 1 token); SmolLM2-135M in 8 bits 422 / 355. `persistent_step=None` of an engine chooses the launches
+where there is none."""
 
 
 def faster_context(shape: StepShape, machine: Machine) -> int:

@@ -10,7 +10,6 @@ from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.choose.decode_step import (
     BYTES,
-    FASTER,
     FIELDS,
     RESERVED_BYTES,
     WAITS,
@@ -136,8 +135,8 @@ def test_where_one_launch_is_faster(monkeypatch):
     assert faster_context(LLAMA, h200) == 8192
     assert faster_context(dataclasses.replace(LLAMA, tokens=4), h200) == faster_context(MIXED, h200) == 0
     rows = (
-        Faster("H200", 1, 4, 10**8, 2 * 10**8, 1024), Faster("H200", 1, 4, 0, 2 * 10**8, 512), Faster("H200", 1, 6, 0, 10**9, 99),
-        Faster("H100", 1, 4, 0, 10**9, 9999),
+        Faster("H200", 1, 4, 10**8, 2 * 10**8, 1024), Faster("H200", 1, 4, 0, 2 * 10**8, 512),
+        Faster("H200", 1, 6, 0, 10**9, 99), Faster("H100", 1, 4, 0, 10**9, 9999),
     )  # fmt: skip
     monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", rows)
     assert faster_context(LLAMA, h200) == 1024
