@@ -205,13 +205,13 @@ class ModelRunner:
         jumps = [(each, state) for each, state in pairs if state is not None and guesses.get(each)]
         others = [pair for pair in pairs if pair not in jumps]
         slots, ahead = [sequence.running_slot for sequence, _ in others], [0] * len(others)
-        parts = [masks_of([state for _, state in others], words)]
+        parts = [masks_of([state for _, state in others], words, pinned=self.slots.device.type == "cuda")]
         for sequence, state in jumps:
             masks = state.masks_ahead(guesses[sequence])[:, :words]
             slots += [sequence.running_slot] * len(masks)
             ahead += range(len(masks))
             parts.append(masks)
-        self.set_masks(slots, torch.cat(parts), ahead)
+        self.set_masks(slots, torch.cat(parts) if jumps else parts[0], ahead)
 
     def sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> InFlightStep:
         """Samples a token of each sequence from its logits [B, V]."""

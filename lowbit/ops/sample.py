@@ -223,7 +223,7 @@ class SamplingState:
     def set_masks(self, slots: Sequence[int], masks: Tensor, ahead: Sequence[int] | None = None) -> None:
         """Writes the masks of slots, or those after ahead[i] < depth more tokens, from int32 [len(slots), ceil(V / 32)] in host
         memory. On a GPU this enqueues copies on the current stream without synchronising the host, which may reuse `masks` at
-        once.
+        once unless they are pinned.
         """
         rows = [slot * self.depth + more for slot, more in zip(slots, ahead or [0] * len(slots), strict=True)]
         self.masks.index_copy_(0, self._sent(torch.tensor(rows)), self._sent(masks))

@@ -384,7 +384,12 @@ def test_the_committed_results_are_recognised():
         name: f"lowbit study {name}" for name in ("experts", "upcycle")
     }
     for path in filter(Path.is_file, root.rglob("*")):
-        check_file(path, kinds.get(path.parent.name) or f"lowbit bench {path.stem.split('-')[3].rstrip('8')}")
+        if kind := kinds.get(path.parent.name):
+            check_file(path, kind)
+        elif "tensor-parallel" in path.stem:
+            check_file(path, "lowbit bench tensor-parallel")
+        else:
+            check_file(path, f"lowbit bench {path.stem.split('-')[3].rstrip('8')}")
 
 
 class TestRegularFiles:
