@@ -305,7 +305,11 @@ def beside_vllm_with_the_same_weights(found: Document) -> Iterator[str]:
 @claims("docs/vllm.md", TWO)
 def vllm_on_two_gpus(found: Document) -> Iterator[str]:
     assert found["request"]["gpus"] == 2
-    impls = {"`w4a16_g128`": ("lowbit", "w4a16_g128"), "vLLM's int4 (Machete)": ("vllm", "int4"), "vLLM's bf16": ("vllm", "bf16")}
+    impls = {
+        "`w4a16_g128`": ("lowbit", "w4a16_g128"),
+        "vLLM's int4 (Machete)": ("vllm", "int4"),
+        "vLLM's bf16": ("vllm", "bf16"),
+    }
     for name, impl in impls.items():
         rows = tokens(found, *impl)
         values = (f"{row['tokens_s']:,.0f}, {row['tokens_s'] / 2:,.0f}, {row['step_ms']:.2f}" for row in rows)
