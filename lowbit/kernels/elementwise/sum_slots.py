@@ -69,7 +69,7 @@ class SumSlotsPlan:
         self.launch = Launcher(sum_rows, (tokens, -(-width // COLUMNS), 1), 4, overlap=overlap, registers=REGISTERS)
 
     def __call__(self, y: Tensor, residual: Tensor | None, experts: Tensor | None = None) -> Tensor:
-        """Returns the sums [T, N]; all tensors on the current device. All calls of a plan have residual and experts, or none."""
+        """Returns the sums [T, N]; all tensors on the current device. A plan always has residual and experts, or never."""
         out = torch.empty((self.tokens, self.width), dtype=y.dtype, device=y.device)
         if self.tokens and self.width:
             self.launch(out, y, residual, experts, *self.constants)
