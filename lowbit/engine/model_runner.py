@@ -107,7 +107,7 @@ class InFlightStep:
             most = sequence.request.top_logprobs
             pairs: tuple[tuple[int, float], ...] = ()
             if top is not None and most:
-                values, ids = (part[row][:most] for part in top)
+                values, ids = top[0][row][:most], top[1][row][:most]
                 pairs = tuple(zip(ids, values, strict=True))
             yield sequence, SampledToken(tokens[row], logprobs[row], pairs)
 
@@ -222,7 +222,7 @@ class ModelRunner:
         self, sequences: abc.Sequence[Sequence], step: DecodeStep, drafts: abc.Sequence[tuple[int, ...]] = ()
     ) -> InFlightStep:
         """Starts the copies of a step's results to the host."""
-        most = max(sequence.request.top_logprobs for sequence in sequences)
+        most = max([sequence.request.top_logprobs for sequence in sequences])
         top = None
         if most:
             values, ids = top_logprobs(step.logits[: len(sequences) + sum(map(len, drafts))], most)

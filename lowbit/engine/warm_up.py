@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def longest_of(scheduled: SchedulerOutput) -> int:
     """Returns an upper bound of the contexts of a decode step, guesses included."""
-    return max(sequence.computed_tokens + scheduled.drafts.get(sequence, 0) for sequence in scheduled.decoding)
+    return max([sequence.computed_tokens + scheduled.drafts.get(sequence, 0) for sequence in scheduled.decoding])
 
 
 @dataclass(frozen=True)
