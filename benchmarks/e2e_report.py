@@ -67,7 +67,8 @@ def _step_table(document: dict[str, Any], rows: list[dict[str, Any]], context: i
 
 
 def _python_table(rows: list[dict[str, Any]]) -> Table:
-    """Returns the table of steps and prompts timed from Python, for any context."""
+    """Returns the table of what was timed from Python: a row for each weights and number of users, of the first context that
+    has one."""
     table = narrow_table(
         ("weights",), ("users", "ms a token", "prompt tokens/s", "in products"), f"{rows[0]['model']}: from Python"
     )
@@ -79,7 +80,7 @@ def _python_table(rows: list[dict[str, Any]]) -> Table:
                 key[0], str(key[1]), f"{wall:.3f}" if wall else "-", f"{rate:,.0f}" if rate else "-",
                 f"{100 * share:.0f} %" if share else "-",
             )  # fmt: skip
-        seen.add(key)
+            seen.add(key)
     return table
 
 

@@ -73,6 +73,17 @@ def faster(row: Document) -> bool:
     return row["error"] is None and row["ms_per_token"] <= row["bf16_ms_per_token"]
 
 
+@claims("README.md", E2E)
+def why_fewer_bits(found: Document) -> Iterator[str]:
+    def gain(context: int, batch: int) -> float:
+        wide, int4 = (step(found, scheme, context, batch)["ms_per_token"] for scheme in (None, "w4a16_g128"))
+        return wide / int4
+
+    wide, int4 = (step(found, scheme, 1024, 1)["weight_bytes"] for scheme in (None, "w4a16_g128"))
+    yield f"{gain(1024, 1):.1f} times as fast and {int4 / wide:.2f} of the bytes"
+    yield f"4 bits are then {gain(8192, 64):.2f} times as fast"
+
+
 @claims("docs/generate.md", E2E)
 def steps_for_users(found: Document) -> Iterator[str]:
     for context, batch in ((1024, 1), (1024, 16), (1024, 64), (8192, 1), (8192, 64)):
