@@ -132,7 +132,9 @@ def _where(document: dict[str, Any]) -> str:
 
 def _shape_table(found: list[Line]) -> str:
     beside = any(line.peer is not None for line in found)
-    head = ("format", "M", "lowbit", "limit", "of limit", "cuBLAS fp16", "x cuBLAS", "best peer", "x peer")[: 9 if beside else 7]
+    head = ("format", "M", "lowbit", "limit", "of limit", "cuBLAS fp16", "x cuBLAS", "best peer", "x peer")[
+        : 9 if beside else 7
+    ]
     out = [f"| {' | '.join(head)} |", "|---|" + "---:|" * 6 + ("---|---:|" if beside else "")]
     for line in found:
         cells = (
