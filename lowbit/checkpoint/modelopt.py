@@ -36,7 +36,7 @@ def schema(config: Mapping[str, Any], where: Path | str) -> ForeignSchema:
     algorithm = config_value(config, where, ("quant_algo",), str)
     if algorithm == "FP8":
         fp8 = Fp8.from_config({"quant_method": "fp8", "activation_scheme": "static"}, where)
-        return replace(fp8, rule=ActivationRule.OWN)  # ModelOpt multiplies x with 448 / amax
+        return replace(fp8, rule=ActivationRule.OWN)  # as lowbit, ModelOpt multiplies x by 448 / amax
     if algorithm == _AWQ:
         return Int4Awq()
     if algorithm not in _NVFP4:

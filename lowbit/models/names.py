@@ -17,7 +17,7 @@ from lowbit.nn.convert import Kept, Plan
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """The parameters that a tensor of the files becomes, several if it is split, and the operations that convert it, if any."""
+    """The parameters into which a tensor of the files is loaded, several if it is split, and operations that convert it."""
 
     parameters: tuple[str, ...]
     operations: tuple[str, ...] = ()

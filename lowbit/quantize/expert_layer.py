@@ -34,10 +34,16 @@ PRIOR_TOKENS = 256
 """The added tokens of the whole layer together count as much as this many tokens of an expert. Without them, an expert with few
 tokens is overfitted.
 
-Measured with a quarter of an MLP of SmolLM2-135M in w4a16_g64 as one expert; its tokens were one of 8 clusters of x. Error on
-the cluster's tokens of another text, relative to rounding, without and with 256: GPTQ from 128 tokens 1.06 and 0.88 (layer 6),
-0.73 and 0.61 (layer 20), from 512 0.97 and 0.85, 0.59 and 0.55; learned rounding from 32 tokens 1.46 and 0.86, 1.33 and 0.76,
-from 512 0.91 and 0.79, 0.69 and 0.64. For GPTQ 64 to 1,024 are much the same (a Xeon, 2026-11-24)."""
+Measured with a quarter of an MLP of SmolLM2-135M in w4a16_g64 as one expert, whose tokens were one of 8 clusters of x (a Xeon,
+2026-11-24). Error on the cluster's tokens of another text, relative to rounding to nearest, without and with 256 added tokens:
+
+    tokens of the expert          layer 6          layer 20
+    GPTQ, 128                     1.06 and 0.88    0.73 and 0.61
+    GPTQ, 512                     0.97 and 0.85    0.59 and 0.55
+    learned rounding, 32          1.46 and 0.86    1.33 and 0.76
+    learned rounding, 512         0.91 and 0.79    0.69 and 0.64
+
+For GPTQ, 64 to 1,024 added tokens give much the same errors."""
 BACKGROUND_ROWS = 2048
 """Number of tokens of the whole layer that are added to those of each expert, evenly spaced."""
 SAMPLE_ROWS = 256

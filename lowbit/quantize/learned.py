@@ -186,7 +186,7 @@ class Descent:
             )
 
     def set_rate(self, rate: float) -> None:
-        """Sets the learning rate, in units of Adam's. On a GPU the rate is a tensor, which a CUDA graph reads at each replay."""
+        """Sets the learning rate, in units of Adam's. On a GPU it is a tensor, which a CUDA graph reads at each replay."""
         if isinstance(self._rate, Tensor):
             self._rate.fill_(rate)
             return
