@@ -10,10 +10,10 @@
     Q6_K 256 weights: nibbles, upper bits, 16 int8 scales, f16 d                                         w = d s (q - 32)
     MXFP4 32 weights: exponent e of two plus 127, nibbles e2m1 as in Q4_0                                w = 2^(e - 127) q
 
-d s and dmin m have up to 19 bits and are stored exactly, in float32; other scales stay fp16. Scales may be negative or zero.
-d and dmin are scales, m minima, s scales of groups, q the stored numbers. Experts are stacked: a tensor [E, N, K] has the
-blocks of all experts, one expert after another. Other types are refused; some of them (IQ4_NL, the IQ types) index tables of
-unevenly spaced values.
+q is the number that is stored for a weight, d and dmin are scales of a block, s scales of its groups, m minima. The products
+d s and dmin m have up to 19 bits and are kept exactly, in float32; other scales stay fp16. Scales may be negative or zero.
+Experts are stacked: a tensor [E, N, K] has the blocks of all experts, one expert after another. Other types are refused; some
+of them (IQ4_NL, the IQ types) index tables of unevenly spaced values.
 Source: ggml's block structures and the package gguf 0.19 (quants.py, constants.py).
 """
 

@@ -4,8 +4,9 @@ When the checkpoint is loaded, `models.numerics` computes the same sums with the
 a wrong group, a transposed expert or a kernel that expects another layout changes the sums by more than rounding does.
 
 The inputs are `PROBES` rows of +-amplitude, with signs from a hash of row and channel, so that every code and every scale
-affects every row. Each stored number is a sum of the outputs of up to `CHANNELS` neighbouring channels. Their factors differ,
-so that exchanged channels change the sum. Sums are divided by the root mean square of the layer's outputs and stored as fp16.
+affects every row. Each stored number is a sum of the outputs of up to `CHANNELS` neighbouring channels. Outputs are multiplied
+by different factors (`sums_of`), so that exchanged channels change the sum. Sums are divided by the root mean square of the
+layer's outputs and stored as fp16.
 """
 
 from __future__ import annotations

@@ -193,7 +193,8 @@ class Manifest:
 
 
 def current_names(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a layer's entry with current key names. An old key beside its new one is kept, and refused later."""
+    """Returns a layer's entry with current key names. If an entry has both names of a key, the old one is kept, and refused
+    later."""
     renamed = {old: new for old, new in OLD_NAMES.items() if new not in entry}
     return {renamed.get(key, key): value for key, value in entry.items()}
 

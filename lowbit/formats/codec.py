@@ -66,7 +66,7 @@ def _encode_float(x: Tensor, fmt: FloatFormat, saturate: bool) -> Tensor:
             raise ValueError(f"{fmt.name} has neither infinity nor NaN: it can only saturate")
         _refuse_nan(x, fmt)
     # The binade of each value: 2^e <= magnitude < 2^(e + 1).
-    # Subnormals take the lowest binade, overflow the one above the largest.
+    # A subnormal value counts as one of the lowest binade, a value that overflows as one of the binade above the largest.
     integers, mantissa, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
     magnitude, lowest, next_one = x.detach().abs(), 1 - fmt.bias, (1 << fmt.exponent) - fmt.bias
     exponent = ((magnitude.view(integers) >> mantissa) - bias).clamp(lowest, next_one)

@@ -214,7 +214,7 @@ def _product(layer: ConvLayer | SecondProduct) -> tuple[str, str, int, Pair, Pai
 class SumSpec:
     """A sum of two code tensors, or a ReLU or rescaling of one tensor, that is not fused into a convolution.
 
-        t = fma(float32(x code), s, b), then fma(float32(other code), g, t) with another value; y from t as in `ConvLayer`
+        t = fma(float32(x code), s, b); with `other`, t = fma(float32(other code), g, t); y from t as in `ConvLayer`
 
     `x`, `y` and `other` are u4 or s8; s, b and g come from `requantize`. Raises ValueError for other storages.
     """
@@ -278,7 +278,7 @@ class ResizeSpec:
                    t = fma(float32(sum), s, b); y from t as in `ConvLayer`, u4 with ReLU; s and b from `constants`
 
     `size` is (height, width) of the output. `aligned`: the centres of the corner pixels stay where they are (align_corners of
-    torch); otherwise the corners of the image do. Scale and storage are those of x.
+    torch); otherwise the corners of the image do. The output has the scale and the storage of x.
     """
 
     mode: str
@@ -314,7 +314,7 @@ class ResizeSpec:
         return Axis(step // common, shift // common, whole // common)
 
     def constants(self, size: Pair, storage: str) -> tuple[float, float]:
-        """Returns (s, b) for codes stored as `storage`, rounded to float32; a nearest pixel needs none."""
+        """Returns (s, b) of the mode "bilinear" for codes stored as `storage`, rounded to float32."""
         rows, columns = self.axes(size)
         one = torch.tensor([1.0 / (rows.whole * columns.whole)], dtype=torch.float64)
         s, b, _ = requantize(one, None, 1.0, 1.0, storage)

@@ -134,9 +134,8 @@ class InputTransform:
             raise ValueError("factors of x must be finite, some are not")
 
     def fold_channels(self, weight: Tensor) -> Tensor:
-        """Returns the weights [N, K] that give the same product with x as `weight` with x after `pre_quant_scale` and `order`.
-
-        May overwrite `weight`."""
+        """Returns the weights [N, K] for x before `pre_quant_scale` and `order`, given `weight` for x after both. Both give the
+        same product. May overwrite `weight`."""
         if self.order is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
         if self.pre_quant_scale is not None:
@@ -144,7 +143,7 @@ class InputTransform:
         return weight
 
     def fold_rotation(self, weight: Tensor) -> Tensor:
-        """Returns the weights [N, K] that give the same product with x as `weight` with the rotated x."""
+        """Returns the weights [N, K] for x before its rotation, given `weight` for the rotated x. The products are the same."""
         return rotate_blocks(weight, self.hadamard) if self.hadamard else weight
 
     def differences(self, other: InputTransform) -> tuple[str, ...]:

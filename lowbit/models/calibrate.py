@@ -330,8 +330,9 @@ def _distill(
     decoder: LayerwiseDecoder, schemes: Mapping[str, Scheme], method: Learned, finished: FinishedLayers, first: list[Tensor],
     expected: list[Tensor],
 ) -> str:  # fmt: skip
-    """Trains scales, norms and biases of the finished layers (`models.distill`), and writes them as layers of a stage of their
-    own. Returns a line about the divergence. `finished` is then in that stage."""
+    """Trains scales, norms and biases of the finished layers (`models.distill`), and writes the results as the stage DISTILLED.
+
+    Returns a line about the divergence. Afterwards `finished` is in that stage."""
     own = [_schemes_of(decoder, i, schemes) for i in range(len(decoder))]
     finished.stage = DISTILLED
     if all(finished.read(i, each) is not None for i, each in enumerate(own)):
@@ -391,7 +392,7 @@ def recipe_of(
 
 
 def _replace(path: Path, write: Callable[[Path], object], *, checksum: bool = False) -> None:
-    """Writes a file under a temporary name, syncs and renames it, with `checksum` to STEM.SHA256.SUFFIX."""
+    """Writes a file under a temporary name, syncs it and renames it to `path`; with `checksum`, to STEM.SHA256.SUFFIX."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         write(temporary)

@@ -127,7 +127,7 @@ class GgufLayerReader:
                 self.entries[new.removesuffix(".weight")] = entry
 
     def _add_experts(self, name: str) -> None:
-        """Adds the expert layer that a stacked tensor belongs to, once its three tensors are known to go together."""
+        """Adds the expert layer to which a stacked tensor belongs, after checking that the three tensors of the layer fit."""
         match = _BLOCK_NAME.fullmatch(name)
         if match is None or match[3] != "weight":
             raise CheckpointError(f"{self.path}: {name}: experts of the architecture {self.architecture} have no such tensor")

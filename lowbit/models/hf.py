@@ -252,8 +252,8 @@ class LowbitQuantizer(HfQuantizer):
             return model
         put_plain_weights_first(model)
         plan_on_cpu(model)
-        # Layers are packed here. At the first call, torch.compile may trace. If each layer were packed when it is loaded, all
-        # would be unpacked at once, because Transformers reads the state dict before this function is called.
+        # Layers are packed here, not at the first call, which torch.compile may trace. If each layer were packed when it is
+        # loaded, all would be unpacked at once, because Transformers reads the state dict before this function is called.
         prepare_on_gpu(model)
         return model
 
@@ -559,7 +559,8 @@ def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: s
 
 
 def _set_types(new: nn.Module, owner: str, types: Mapping[str, torch.dtype]) -> None:
-    """Gives the parameters of an empty module, except for a bias, the dtypes in the files, to which Transformers casts."""
+    """Gives the parameters of an empty module, except for a bias, the dtypes of their tensors in the files. Otherwise
+    Transformers would cast the tensors to the parameters' dtypes."""
     for suffix, parameter in list(new.named_parameters(recurse=False)):
         dtype = types.get(f"{owner}.{suffix}", parameter.dtype)
         if dtype != parameter.dtype and suffix != "bias":
@@ -651,7 +652,8 @@ def _leave_as_loaded(model: nn.Module, layers: Iterable[str]) -> None:
     """Keeps Transformers from initialising the parents of these layers, whose weights all come from files.
 
     Some parents initialise the `weight` of their layers (T5's attention), which quantized ones lack. Modules with parameters or
-    buffers of their own are still initialised, and so is a model of another class than config.json's, whose files lack weights.
+    buffers of their own are still initialised. So is a model whose class is not the one of config.json, because the files lack
+    some of its weights.
     """
     for name in layers:
         parent = model.get_submodule(name.rpartition(".")[0])

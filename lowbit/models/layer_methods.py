@@ -28,8 +28,8 @@ class LayerResult:
     """The result of quantizing a decoder layer; names are relative to the layer.
 
     quantized: weights by the name of their linear layer. experts: the matrices of all experts by the name of their parameter,
-    with rows in its order. changed: other parameters, scaled, in the dtype of the files. notes: lines about layers that were
-    only rounded. error: the error of the layer's output before and after learning, if the method learns.
+    with the parameter's order of rows. changed: other parameters, scaled, in the dtype of the files. notes: lines about layers
+    that were only rounded. error: the error of the layer's output before and after learning, if the method learns.
     """
 
     quantized: dict[str, QuantTensor] = field(default_factory=dict)

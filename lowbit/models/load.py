@@ -39,7 +39,7 @@ def load(
     progress: bool = False,
     batch_invariant: bool = False,
 ) -> PreTrainedModel:
-    """Returns the Transformers model in a folder, of a name on the hub (`sources.local_model`), or in a GGUF file.
+    """Returns the Transformers model of a folder, a name on the hub (`sources.local_model`), or a GGUF file.
 
     It has the class that config.json names and all weights on `device` ("cuda" if torch sees a GPU, else "cpu").
 
@@ -181,7 +181,8 @@ def verified_files(reader: CheckpointReader, *, progress: bool = False) -> tuple
 
 
 def check_checkpoint(source: str | Path | ResolvedSource) -> tuple[str, ...]:
-    """Reads a whole checkpoint and returns its errors: names, shapes and dtypes unlike config.json's model, numbers not finite.
+    """Reads a whole checkpoint and returns its errors: tensors that do not match the model of config.json, and numbers that are
+    not finite.
 
     For lowbit checkpoints, codes, zeros and scales are checked too; for other tools' checkpoints, everything that their reader
     checks. Raises CheckpointError for unreadable files, and for the first error of another tool's checkpoint.

@@ -66,7 +66,7 @@ class NumericsError(CheckpointError):
 
 
 def amplitude(transform: InputTransform) -> float:
-    """Returns the magnitude of the inputs of a layer: 64 codes of a static activation scale, else 1."""
+    """Returns the magnitude of the inputs of a layer: 64 times its static activation scale, or 1 without one."""
     return 1.0 if transform.activation_scale is None else 64.0 * float(transform.activation_scale)
 
 
@@ -265,7 +265,8 @@ def _of_experts(reader: CheckpointReader, device: torch.device) -> Iterator[tupl
 def _product(
     reader: CheckpointReader, name: str, stacked: ExpertTensor, module: QuantExperts, device: torch.device
 ) -> Callable[[int, Any], Tensor]:
-    """Returns the function that multiplies rows by the matrix of one expert, decoded for the call, as `expected` does."""
+    """Returns the function that multiplies rows by the matrix of one expert, computed as in `expected`. The matrix is
+    dequantized at each call."""
     biased = getattr(module, f"{name.rpartition('.')[2]}_bias") is not None
     bias = reader.get(f"{name}_bias").float() if biased else None
 

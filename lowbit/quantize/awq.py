@@ -46,7 +46,8 @@ def search_scale(
 def clipped(
     weight: Tensor, scheme: Scheme, hessian: Tensor, stored: torch.dtype | None = None, scale_type: torch.dtype | None = None
 ) -> QuantTensor:
-    """Returns `weight` [N, K] rounded to nearest, each group with the clip factor of least error in its part of the output.
+    """Returns `weight` [N, K] rounded to nearest. Each group takes the clip factor with the least error in the outputs of its
+    own columns.
 
     hessian [K, K]: the sum of x^T x. stored, scale_type: as for `rtn`.
     """

@@ -376,7 +376,7 @@ class _ExpertLayer:
         return scales[errors.index(min(errors))]
 
     def _smoothing(self, e: int, smooth: SmoothQuant) -> dict[int, Tensor]:
-        """Returns SmoothQuant's scale of the channels of h of an expert, by expert; empty for none."""
+        """Returns {e: SmoothQuant's scale of the channels of h} of expert e; empty if no scale is better."""
         rows, _ = self._input(e, 1)
         statistics = self._statistics(rows, torch.ones_like(rows[:, :1]), hessian=False, keep=SAMPLE_ROWS)
         weights = [self._rotated(e, 1)]

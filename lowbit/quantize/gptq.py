@@ -1,8 +1,8 @@
 """GPTQ: rounds weights column by column and compensates each error in the columns that follow.
 
 Source: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
-arXiv:2210.17323: the order of columns, the inverse Hessian's Cholesky factor, lazy updates in blocks. `act_order` and
-`static_groups` are the options of that name in the authors' code.
+arXiv:2210.17323. It describes the order of columns, the inverse Hessian's Cholesky factor and lazy updates in blocks.
+`act_order` and `static_groups` are the options of that name in the authors' code.
 """
 
 from __future__ import annotations

@@ -267,8 +267,9 @@ def _spacing(u: Tensor, fmt: Any) -> Tensor:
 class _RoundWeight(torch.autograd.Function):
     """Rounds w [S, E]; gradients of offset [S, E], scale [S] and zero [S].
 
-    With q the value of the format, u = w / s and c = 1 where q did not saturate, s q has the derivatives s c by v (times the
-    spacing) and q - c u by s. With integer zeros, s (q - z) has s (c - 1) by z, and with others s q + z has 1 - c.
+    Let q be the value of the format, u = w / s, and c = 1 if q did not saturate, else 0. The weight s q has the derivative s c
+    by the offset v (times the spacing of values), and q - c u by the scale s. With integer zeros z, the weight s (q - z) has
+    the derivative s (c - 1) by z. With floating-point zeros, the weight s q + z has the derivative 1 - c by z.
     """
 
     @staticmethod

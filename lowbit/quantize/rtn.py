@@ -39,7 +39,7 @@ _WEIGHTS_OF_A_THREAD = 1 << 15
 CLIP_FACTORS = tuple(1.0 - 0.02 * i for i in range(31))
 
 _FP16_NORMAL = (2.0**-14, 2.0**15)
-"""The smallest normal number of fp16, and half of its range, which leaves a margin for zeros."""
+"""Bounds of scales in fp16: its smallest normal number, and about half of its largest one, which leaves a margin for zeros."""
 
 Metric = Callable[[Tensor], Tensor]
 

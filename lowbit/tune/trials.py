@@ -185,7 +185,8 @@ def products_of(scheme: str, machine: Machine) -> TunedProduct:
 
 @dataclass(frozen=True)
 class TrialGrid:
-    """The measurements of a run: weights [N, K] in order, schemes, values of M. The run stops after `seconds`."""
+    """The measurements of a run: weights [N, K] in order, schemes, values of M. `seconds` is a limit for benchmarks; `tune.run`
+    has its own."""
 
     shapes: tuple[tuple[int, int], ...]
     schemes: tuple[str, ...]
