@@ -1,8 +1,9 @@
 """y[M, N] = x[M, K] . w[N, K]^T with torch's own CPU product of bf16 activations and int4 weights in groups.
 
 Reads   x bf16; w in torch's order, which depends on the CPU, with bf16 scales and zeros (pack/cpu.py)
-Exact   up to MAX_M rows: weights (code4 - 8) * s + z in float32, sums in float32, one rounding of y. More rows: each weight
-        rounded once to bf16, then torch's product of 16-bit matrices (float32 where the CPU has none)
+Exact   up to MAX_M rows: weights (code - 8) * scale + zero in float32, sums in float32, one rounding of y. More rows: each
+        weight rounded once to bf16, then torch's product of 16-bit matrices (of float32 ones where the CPU has no bf16
+        instructions)
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zero
 
 @functools.cache
 def _values_of_bytes(dtype: torch.dtype) -> Tensor:
-    """Look-up table by byte of its two values code4 - 8, each entry one integer that holds both as numbers of `dtype`."""
+    """Returns a table of 256 integers. Entry b holds, as two numbers of `dtype`, the values code - 8 of byte b's two codes."""
     byte = torch.arange(256, device="cpu")
     values = (torch.stack((byte & 15, byte >> 4), dim=-1) - 8).to(dtype)
     return values.view(torch.int32 if dtype == torch.bfloat16 else torch.int64)[:, 0].contiguous()

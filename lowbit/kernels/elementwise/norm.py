@@ -51,7 +51,7 @@ def normed(halves, weights, eps, H: tl.constexpr, OFFSET: tl.constexpr, CHUNKS: 
     made = ()
     for c in tl.static_range(CHUNKS):
         value = values[c] * inverse
-        if OFFSET == 0 and ADDED:  # two roundings: halves would be fused with the caller's addition to one fma
+        if OFFSET == 0 and ADDED:  # the fma with 0 keeps a rounding: a plain product would be fused with the caller's addition
             value = tl.fma(value.to(HALF).to(tl.float32), weights[c].to(tl.float32), 0.0)
         elif OFFSET == 0:
             value = value.to(HALF).to(tl.float32) * weights[c].to(tl.float32)

@@ -14,12 +14,12 @@ Blocks  one token each, in chunks of 8 elements per thread, up to 64 in all. One
         since computing them again costs more than a read
 Overlap lets the next kernel start at once, and reads RMSNorm's weights before the previous kernel has finished (programmatic
         dependent launch, sm_90)
-Exact   without f, codes and scales are bit-equal to reference/. A NaN counts as the largest magnitude; in a range it is ordered
-        by its bits. Divisions are true divisions, rounding is adding 1.5 * 2^23, and the hardware converts floats (sm_90). f is
-        computed in float32 and not rounded before quantization; its divisions and roots may be off in the last bit. A rotated
-        x, without a norm or gate, is first rounded to x's type, which gives the same bits as quantizing elementwise/rotate.py's
-        result. RULE 0 is this library's rule; the other rules are those of other tools, and also bit-equal. They do not support
-        f. Tested: tests/kernels/elementwise/
+Exact   without f, codes and scales are bit-equal to reference/. A NaN counts as the largest magnitude; where codes have zero
+        points, it is ordered by its bits. Divisions are true divisions, values are rounded to integers by adding 1.5 * 2^23,
+        and the hardware converts floats to 8 bits (sm_90). f is computed in float32 and not rounded before quantization; its
+        divisions and roots may be off in the last bit. A rotated x, without a norm or gate, is first rounded to x's type, which
+        gives the same bits as quantizing elementwise/rotate.py's result. RULE 0 is this library's rule; the other rules are
+        those of other tools, and also bit-equal. They do not support f. Tested: tests/kernels/elementwise/
 """
 
 from __future__ import annotations
@@ -262,7 +262,8 @@ def range_of(values, factor, CHUNKS: tl.constexpr):
 @triton.jit
 def codes_of(value, inverse, zero, FORMAT: tl.constexpr, SATURATE: tl.constexpr, ONCE: tl.constexpr):
     """Returns the codes of float32 values; `zero` is None for symmetric codes. Without SATURATE the caller guarantees that no
-    |value * inverse| exceeds the range. With ONCE the product is not rounded separately."""
+    |value * inverse| exceeds the range. With ONCE an int8 code that need not saturate is rounded once: its product is not
+    rounded before."""
     if FORMAT == 0:
         if ONCE and not SATURATE:
             code = tl.fma(value, inverse, 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
@@ -430,7 +431,8 @@ class QuantizeRequest:
 
 def shape_of(few: bool, k: int, request: QuantizeRequest) -> tuple[int, int, bool, int]:
     """Returns threads per block, contiguous elements per thread, True if x is loaded again when the scale is known, and the
-    register limit (0: none). Chosen on one H200, 2026-11-21, triton 3.6, 16 to 16384 rows of 4096, 8192 and 28672."""
+    register limit (0: none). Chosen by timings on one H200, 2026-11-21, Triton 3.6, with 16 to 16384 rows of 4096, 8192 and
+    28672 elements."""
     wanted = 512 if few else 128 if request.before == "layer_norm" else max(k // 32, 1)
 
     def cost(shape: tuple[int, int]) -> tuple[float, ...]:
