@@ -10,12 +10,12 @@ Grid    kv heads x rows x splits; it stays the same while contexts change. A pro
 Program one split of one kv head, whose query heads are 16 rows of mma.sync. While a block of keys and values is multiplied, the
         next one is loaded to registers, or several to shared memory (`DecodeTile.stages`). Split 0 includes the new token,
         without reading it back from memory
-Overlap page tables, positions, gammas (by four warps) and, with one stage, the first block of old keys are read before the
-        wait for the previous kernel (sm_90). No kernel of this step writes them. The previous step is complete, because the
-        first kernel of a step lets the next one start only after it has waited itself
+Overlap page tables, positions, gammas (in programs of four warps) and, with one stage, the first block of old keys and values
+        are read before the wait for the previous kernel (sm_90). No kernel of this step writes them. The previous step is
+        complete, because the first kernel of a step lets the next one start only after it has waited itself
 Verify  with several new tokens of a sequence among the rows (`task`), a launch of its own stores the keys and values of all
         rows: the same kernel up to the append. The next launch waits for it, then reads all keys before the row's position
-        from the pages. A row has the bits of a step of this token alone
+        from the pages. Each row gets the same bits as in a step with this token alone
 Combine the last split to arrive for a row and kv head adds all splits in order; a counter, which is zero afterwards, identifies
         it
 Sinks   an additional score per head without a value: split 0 starts with it and the new token
@@ -101,7 +101,7 @@ class PagedAttention:
 
     @property
     def few_heads(self) -> bool:
-        """True if splits are combined with weights by head (`combine`)."""
+        """True if `combine` adds the splits, which computes weights head by head; False: `combine_wide`."""
         return self.group_rows <= 4
 
     @property
@@ -163,7 +163,8 @@ def scores(q, keys, n0, oldest, end, C: tl.constexpr):
 
 @triton.jit
 def with_sink(score, sinks, head, C: tl.constexpr):
-    """(maximum, weight of the score, sum of both weights) [16] of the new token's scores and the sinks of their heads."""
+    """Returns (larger of score and sink, weight of the score, sum of both weights) [16], for the new token's score and the sink
+    of each head."""
     r = tl.arange(0, 16)
     sink = tl.load(sinks + head * C.group + r % C.group).to(tl.float32) * 1.4426950408889634
     top = tl.maximum(score, sink)
@@ -371,7 +372,7 @@ def paged_attention(
     q, other = pairs(qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim, (r >= 0)[:, None], d, C, C.copies > 1)
     if not C.early_gammas and q_norm is not None:
         q_gammas = gammas(q_norm, d, C)
-    if C.copies > 1:  # loaded with q
+    if C.copies > 1:  # the new token is loaded together with q
         if not C.early_gammas and k_norm is not None:
             k_gammas = gammas(k_norm, d, C)
         new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_gammas, C)

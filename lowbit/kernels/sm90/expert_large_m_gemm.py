@@ -88,7 +88,8 @@ class ExpertWgmmaGemm(WgmmaBlock):
 
 @aggregate
 class TileList:
-    """The list of tiles; the numbers of its tiles, of row tiles and row blocks of an expert, and of iterations that cover K."""
+    """The list of tiles, and the numbers of its tiles, of an expert's row tiles and row blocks, and of iterations that cover
+    K."""
 
     tiles: Scalar
     count: Scalar
@@ -153,7 +154,7 @@ class ExpertMathArgs:
 
 @gluon.jit
 def listed_tile(index, listed, C: gl.constexpr):
-    """Returns the tile with index `number`. The last row tile of an expert begins early enough to be full; rows that are in two
+    """Returns the tile with index `index`. The last row tile of an expert begins early enough to be full; rows that are in two
     tiles are stored twice, with the same bits."""
     entry = listed.tiles + 3 * (index // listed.row_tiles)
     row_block = gl.minimum(index % listed.row_tiles * C.warps, listed.row_blocks - C.warps)
