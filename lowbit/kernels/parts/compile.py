@@ -154,7 +154,7 @@ def compiled(kernels: Sequence[RecordedKernel], sm: int) -> Iterator[int]:
     each. After the first kernel that is missing in Triton's cache on disk, worker processes compile the rest."""
     for number, each in enumerate(kernels):
         yield number
-        with misses() as missing:  # not the time: a process's first kernel always takes long
+        with misses() as missing:  # a miss is not detected by its time, since a process's first kernel always takes long
             compile_one(each)
         left = kernels[number + 1 :]
         if missing and len(left) >= FEW:

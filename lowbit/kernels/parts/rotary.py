@@ -61,7 +61,8 @@ def gammas(gamma, d, C: tl.constexpr):
 
 @triton.jit
 def normed(heads, others, gammas, C: tl.constexpr):
-    """Normalises heads [n, lanes] by their root mean square, times their gammas; and their partners."""
+    """Divides heads [n, lanes] and the partners of their elements by the heads' root mean square, and multiplies them by
+    gammas."""
     root = tl.rsqrt(tl.sum(heads * heads, 1) / C.shape.head_dim + C.shape.norm_eps)[:, None]
     return heads * root * gammas[0][None, :], others * root * gammas[1][None, :]
 

@@ -27,7 +27,7 @@ STAGE_K = 64
 """Number of columns of K in a stage."""
 
 PREFETCHED = gl.constexpr(6)
-"""Number of iterations between the prefetch of scales into L2 and their load; it takes longer than the latency of memory."""
+"""Number of iterations between the prefetch of scales into L2 and their load. They take longer than a load from memory."""
 
 
 class WgmmaBlock(WarpgroupTile):

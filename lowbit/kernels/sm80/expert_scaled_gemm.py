@@ -109,7 +109,7 @@ def expert_scaled_gemm(
     y, x, w, x_scale, x_zero, scale, channel_scale, sums, bias, tiles, tile_count, order, weights, M, N, K, x_stride, w_stride,
     row_tiles, row_blocks, k_tiles, scale_stride, expert_scales, top_k, C: gl.constexpr,
 ):  # fmt: skip
-    """One block: a tile of the list by 64 rows of w. x has M rows."""
+    """One block: a tile of the list by 64 rows of w. x has M rows; `x_stride` and `w_stride` count vectors of 16 bytes."""
     SUMS: gl.constexpr = C.accumulator
     COUNT: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.columns
