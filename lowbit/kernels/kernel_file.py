@@ -210,7 +210,7 @@ def _read(archive: zipfile.ZipFile, path: Path, name: str, most_bytes: int) -> b
         raise KernelFileError(f"{path}: {name} has more than {most_bytes:,} bytes")
     try:
         return archive.read(name)
-    except (*_ZIP_ERRORS, OSError) as error:  # OSError: an offset outside the file
+    except (*_ZIP_ERRORS, OSError) as error:  # OSError: the archive names an offset outside the file
         raise KernelFileError(f"{path}: {name} is damaged ({error})") from error
 
 

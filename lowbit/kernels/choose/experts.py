@@ -2,8 +2,8 @@
 model.
 
 Pure functions of a shape and a machine, like choose/gemm.py. The number of rows of each expert is known only on the GPU. The
-costs assume that tokens choose experts independently and uniformly, which reads the most experts. Costs of many rows have the
-constants of the dense products (docs/log/matrix-products.md, 2026-11-28).
+costs assume that tokens choose experts independently and uniformly; the number of experts that are read is then largest. Costs
+of the kernels for many rows use constants of the dense products (docs/log/matrix-products.md, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -202,9 +202,9 @@ _SIXTEEN = (1.16, 4.64)
 """With 16 tokens, a row block takes longer by the first number plus the second number divided by the row blocks of a warp: each
 warp copies x for itself."""
 _TASK_US, _SLICE_US = 0.45, 0.004
-"""Time of a task in addition to its copies: two barriers and the stores, then for each slice of K."""
+"""Time of a task in addition to its copies: for two barriers and the stores, and additionally for each slice of K."""
 _BUSY_SMS = 7
-"""A seventh of the SMs can use the whole memory bandwidth, as far as their instructions allow."""
+"""1 / 7 of the SMs can use the whole memory bandwidth, unless their instructions take longer."""
 _IN_FLIGHT = 57344
 """Bytes in flight per SM that are assumed to saturate memory bandwidth in a model's step. At 16 tokens the down product of
 Mixtral-8x7B took 103 us with the tile chosen for 32 KiB, and 61 us with the tile chosen for 56 KiB (H200, 2026-11-28). The

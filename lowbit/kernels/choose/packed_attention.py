@@ -93,7 +93,7 @@ def _tiles(longest: int) -> list[DecodeTile]:
         DecodeTile(splits, chunk, PAGE, WARPS)
         for chunk in CHUNKS
         for fewer, splits in zip((0, *SPLITS), SPLITS, strict=False)
-        if fewer * chunk < longest  # fewer would not cut a context into its smallest parts
+        if fewer * chunk < longest  # with `fewer` splits, splits can still be longer than `chunk`
     ]
     return list(dict.fromkeys(tile if tile.splits > 1 else DecodeTile(1, PAGE, PAGE, WARPS) for tile in tiles))
 

@@ -18,9 +18,10 @@ from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 class ScaledShape:
     """The shape of y[m, n] = x[m, k] . w[n, k]^T with 8-bit x and codes of `bits` bits.
 
-    `integer`: int8, else fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of blocks.
-    `fast_accum`: sums of fp8 x times fp8 w stay in the tensor core. It has no effect on codes of fewer bits, which are small
-    e4m3 numbers: their sums lose 5e-3 and 1e-2 within 1104 columns of K (docs/internals/numerics.md).
+    `integer`: True for int8, False for fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of
+    blocks. `fast_accum`: sums of fp8 x times fp8 w stay in the tensor core. `ops` never sets it for codes of fewer bits. As
+    small e4m3 numbers they lose more precision there: after 1104 columns of K the error was 5e-3 (int4) and 1e-2 (fp6_e3m2),
+    see docs/internals/numerics.md.
     """
 
     m: int

@@ -16,11 +16,12 @@ from torch import Tensor
 from lowbit.pack.cpu import block_rows, int4_columns, row_blocks
 
 MAX_M = 40
-"""Largest M of torch's int4 product: its time is proportional to M, that of dequantization is constant."""
+"""Largest M of torch's int4 product, whose time is proportional to M. For more rows it is faster to dequantize the weights,
+which takes the same time for every M."""
 
 BLOCK_WEIGHTS = 1 << 20
-"""Number of weights dequantized at once. Measured with a slower look-up table, M 64, ms for 2^16 / 2^18 / 2^20 / 2^22: 12.1 /
-10.3 / 9.2 / 9.9."""
+"""Number of weights dequantized at once. With 2^16 / 2^18 / 2^20 / 2^22 a product took 12.1 / 10.3 / 9.2 / 9.9 ms (M 64,
+measured with a slower look-up table)."""
 
 
 def int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
@@ -30,8 +31,8 @@ def int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
 
 
 def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
-    """`int4_gemm` for many rows: dequantizes some blocks of rows of w at a time, in the transposed order of their storage. If
-    `zeros` is False, the second number of each (scale, zero) pair is 0."""
+    """`int4_gemm` for many rows: dequantizes some blocks of rows of w at a time, transposed, as they are stored. If `zeros` is
+    False, the second number of each (scale, zero) pair is 0."""
     n, k = codes.shape[0], 2 * codes.shape[1]
     y = torch.empty((x.shape[0], n), dtype=x.dtype)
     operand = product_dtype()
@@ -43,7 +44,7 @@ def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zero
         values = torch.index_select(_values_of_bytes(operand), 0, pairs.reshape(-1).int()).view(operand)
         grouped = values.view(len(pairs), -1, group, len(order))
         weights = torch.addcmul(z, grouped, s) if zeros else grouped.mul_(s)
-        product = torch.matmul(x, weights.view(len(pairs), k, -1)).to(y.dtype)  # [B, M, R]
+        product = torch.matmul(x, weights.view(len(pairs), k, -1)).to(y.dtype)  # [blocks of rows, M, rows of a block]
         y[:, start:end].unflatten(1, (len(pairs), -1))[:, :, order] = product.transpose(0, 1)
     return y
 

@@ -57,8 +57,8 @@ def scaled_int8_gemm(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, zero_of_x: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Returns y float32 [M, N] of x int8 [M, K] with x_scale float32 [M, 1] or [1], and codes int8 [N, K] with scale float32
-    [N]: the exact sum times both scales. `zero_of_x`: the zeros of x, int32 of x_scale's shape, and the sums of each row of
-    codes, int32 [N]."""
+    [N]: the exact sum times both scales. `zero_of_x` is a pair: the zeros of x, int32 of x_scale's shape, and the sum of each
+    row of codes, int32 [N]."""
     total = torch._int_mm(x, codes.t())
     if zero_of_x is not None:
         zero, sums = zero_of_x

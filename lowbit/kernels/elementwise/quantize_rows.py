@@ -42,9 +42,9 @@ from lowbit.kernels.reference.activations import CODE_DTYPES, FBGEMM_CEILING, FL
 
 # Quantization of activations by the rules of other tools (formats.ActivationRule), and helpers that this library's rule shares.
 #
-# A row's scale from its largest magnitude or its range, and codes from values and scale, bit-equal to reference/: true
-# divisions, each result rounded to x's dtype under compressed-tensors' rule, and NaN kept. Inputs and outputs are float32.
-# Tested: tests/kernels/elementwise/test_rules.py
+# The functions compute a row's scale from its largest magnitude or its range, and codes from values and scale. Results are
+# bit-equal to reference/: divisions are true divisions, each result is rounded to x's dtype under compressed-tensors' rule, and
+# NaN is kept. Inputs and outputs are float32. Tested: tests/kernels/elementwise/test_rules.py
 
 RULES = {
     ActivationRule.OWN: 0,
@@ -292,8 +292,8 @@ def scale_of(largest, LARGEST: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def inverse_of(scale, factor, EXACT: tl.constexpr):
-    """Returns the factor that turns values into codes. It is finite, so that zeros stay zeros. EXACT: exactly 1 / scale,
-    rounded once."""
+    """Returns the factor that turns values into codes. It is finite, so that zeros stay zeros. With EXACT it is 1 / scale by a
+    true division."""
     return tl.div_rn(1.0, scale) if EXACT else tl.minimum(1.0 / scale * factor, 3.0e38)
 
 

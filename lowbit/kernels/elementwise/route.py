@@ -362,7 +362,7 @@ def take_best(keys, rows, C: tl.constexpr):
     left = ()
     value = tl.full([C.tokens, C.lanes], _NEVER, tl.int32)
     for r in tl.static_range(ROWS):
-        of_row, exists = expert_of(r, C)  # where no expert exists, the number is one of the next row
+        of_row, exists = expert_of(r, C)  # columns beyond a row's experts have numbers of the next row
         this = (of_row == expert[:, None]) & exists
         left += (tl.where(this, _NEVER, keys[r]),)
         if not C.by_logit:
@@ -399,7 +399,7 @@ def choose(rows, added, C: tl.constexpr):
     for turn in range(C.rule.top_k):
         best, bits, keys = take_best(keys, rows, C)
         weight = score_of(bits.to(tl.float32, bitcast=True), largest, C) / total
-        selected += weight  # in the order of the choice, for any layout of the block
+        selected += weight  # added in the order of the choice, whatever the block's layout
         chosen, weights = tl.where(s == turn, best[:, None], chosen), tl.where(s == turn, weight[:, None], weights)
     if C.normalize:
         weights = weights / (selected + C.rule.epsilon)[:, None]

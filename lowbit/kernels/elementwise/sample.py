@@ -2,8 +2,8 @@
 
 Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; counts int32 [V] and
         bias fp32 [V] of the slots that use them; masks of slots with a grammar, a bit per token
-Writes  token and log-probability of each row. For each slot: its token, position and number of tokens, and the count of the
-        token; not for the last slot, a dummy that padding rows map to, and not with OF_ROWS
+Writes  token and log-probability of each row. Without OF_ROWS also for each slot: its token, position and number of tokens, and
+        the count of the token. Nothing is written for the last slot, a dummy that padding rows map to
 Passes  survey: each block computes for a chunk of 2048 tokens the largest raw logit, the sum of exponentials of raw logits, and
         the largest adjusted logit. The last block to arrive for a row combines its chunks, and samples greedy rows. With ADJUST
         False (all rows greedy, no adjustments) no other pass runs
@@ -70,7 +70,7 @@ def real(pointer):
 
 @triton.jit
 def distances(x, largest):
-    """Returns largest - x, and 0 where x equals largest, also where both are infinite."""
+    """Returns largest - x. Where x equals largest this is 0, also if both are infinite."""
     return tl.where(x == largest, 0.0, largest - x)
 
 

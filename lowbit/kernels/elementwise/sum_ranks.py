@@ -45,7 +45,7 @@ _EMPTY, _NAN = tl.constexpr(EMPTY), tl.constexpr(0x7FFF)
 def row_at(places, rank, at, H: tl.constexpr):
     """The address of row `at`, as int16, in a rank's memory."""
     base = tl.load(places + rank).to(tl.pointer_type(tl.int16))
-    return tl.multiple_of(base + at.to(tl.int64) * H, 16)  # bytes: H is a multiple of 8
+    return tl.multiple_of(base + at.to(tl.int64) * H, 16)  # bytes of alignment: H is a multiple of 8
 
 
 @triton.jit

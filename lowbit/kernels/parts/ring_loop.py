@@ -44,8 +44,8 @@ class RingBlock(Warps):
 
     @property
     def row_period(self) -> int:
-        """Number of successive outputs of a thread in which the order of rows is the same for all threads: a row block's
-        accumulators, 2 (two tokens of one row), or 0 if there is no common order."""
+        """Period of the order of rows among a thread's outputs, if that order is the same for all threads. It is the number of
+        a row block's accumulators, or 2 (two tokens of one row). 0: there is no common order."""
         together = 1 if self.epilogue.gate == "none" else 2
         outputs, vectors_per_row_block = self.outputs, self.ring.k_block.accumulators
         if outputs % vectors_per_row_block == 0 or (

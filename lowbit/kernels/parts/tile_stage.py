@@ -56,7 +56,7 @@ class TileStage:
     x_layout = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
 
     def __post_init__(self) -> None:
-        copied_tokens = 4 * self.warps  # per copy; the next copy's are a multiple of 8 later, so their swizzle is the same
+        copied_tokens = 4 * self.warps  # the next copy's tokens are a multiple of 8 later and have the same swizzle
         if self.tokens % copied_tokens or (self.tokens > copied_tokens and copied_tokens % 8):
             raise ValueError(f"{self.warps} warps copy {copied_tokens} tokens at once, a tile of {self.tokens} is no multiple")
 

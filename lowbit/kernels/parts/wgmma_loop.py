@@ -117,7 +117,7 @@ def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.const
     odd = empty_registers(C)
     scales = ahead[0 : C.dequantizer.pair_words]
     next_scales = ahead[C.dequantizer.pair_words :]
-    barrier()  # between stores of the previous tile and loads; Triton would insert it inside the loop
+    barrier()  # between stores of the previous tile and loads of this one; without it Triton inserts one in the loop
     for iteration in range(begin, end):
         before = previous(stage, C)
         even = dequantize(words, scales, False, C)

@@ -141,7 +141,7 @@ def decode_reference(
     q = append_reference(qkv, pages, tables, rows, position_of, cos_sin, shape, q_norm, k_norm)
     y = q.new_empty(len(q), shape.heads * shape.head_dim)
     for row, (slot, position) in enumerate(zip(slots.tolist(), position_of.tolist(), strict=True)):
-        # With a window, only the pages within it.
+        # With a window, only the pages within it are read.
         skipped = max(0, position - shape.window + 1) // PAGE if shape.window else 0
         seen = position + 1 - skipped * PAGE
         keys, values = gathered(pages, tables[slot, skipped:], seen, read_type(q))

@@ -75,7 +75,7 @@ def sum_slots_reference(
 def sum_norm_reference(
     h: Tensor, y: Tensor, top_k: int, gamma: Tensor, eps: float, shared: Tensor | None = None, share: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """x [T, N], the RMSNorm of h by gamma, after h [T, N] += the sum of the slots of y [T * top_k, N], in place.
+    """Adds the sum of the slots of y [T * top_k, N] to h [T, N] in place. Returns x [T, N], the RMSNorm of the new h by gamma.
 
     With `shared` [T, N], shared * sigmoid(share [T, 1]) is added too. Sums are in float32: slot 0 first, then the shared
     expert, h last. h is rounded once.

@@ -79,7 +79,7 @@ def masses(keys: Tensor) -> Tensor:
 
 
 def distances(x: Tensor, largest: Tensor) -> Tensor:
-    """Returns largest - x, and 0 where x equals largest, also where both are infinite."""
+    """Returns largest - x. Where x equals largest this is 0, also if both are infinite."""
     return torch.where(x == largest, 0.0, largest - x)
 
 

@@ -267,7 +267,7 @@ def mma_conv(
         line = pixel // out_width
         places = places + (pixel,)
         columns = columns + (pixel % out_width,)
-        rows = rows + (gl.where(pixel < pixels, line % out_height, -(1 << 20)),)  # pixels beyond the last: outside the image
+        rows = rows + (gl.where(pixel < pixels, line % out_height, -(1 << 20)),)  # pixels beyond the last count as outside
         images = images + (line // out_height,)
     place = (columns, rows, images, thread)
     shape = Windows(height, width, pixel_words, stride_down, stride_across, pad_down, pad_across)

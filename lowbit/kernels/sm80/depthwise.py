@@ -181,7 +181,7 @@ def depthwise_kernel(
 ):  # fmt: skip
     """Computes PLACES of `total` groups of ROWS x COLUMNS pixels, for 64 channels; an image has `down` x `across` groups.
 
-    VALUES: y are values [N, Ho, Wo, channels], not codes.
+    VALUES: True if y has values [N, Ho, Wo, channels], not codes.
     """
     OF_PIXEL: tl.constexpr = VECTORS // VECTORS_OF_BLOCK
     LOADED_ROWS: tl.constexpr = (ROWS - 1) * SH + KH

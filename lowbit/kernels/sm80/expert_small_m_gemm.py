@@ -128,7 +128,7 @@ class TaskRing(Ring):
 
 @dataclass(frozen=True)
 class ExpertRingGemm(RingBlock):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     `weighted`: y is multiplied by the router weight. `overlap`: programmatic dependent launch (sm_90). `early`: the tiles were
     written before the previous kernel began, so that weights may be copied before it has finished.

@@ -73,7 +73,7 @@ LEAST_SCALE = gl.constexpr(2.0**-25)
 
 
 def _dummies(text: str) -> str:
-    """PTX with a predicate `some` that also sets the dummy outputs $0 to $7."""
+    """PTX of `text` with a predicate register `some`; then sets the outputs $0 to $7 to 0."""
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(8))
     return f"{{ .reg .pred some; {text} {zeros} }}"
 

@@ -96,7 +96,7 @@ class PagedAttention:
 
     @property
     def early_gammas(self) -> bool:
-        """True if gammas are loaded before the wait for the previous kernel. Done where there are enough registers."""
+        """True if gammas are loaded before the wait for the previous kernel, as far as registers suffice."""
         return self.tile.warps == 4
 
     @property
@@ -106,8 +106,8 @@ class PagedAttention:
 
     @property
     def ahead(self) -> bool:
-        """True if the next splits' results are loaded while the weights of all splits are computed and previous results are
-        added. Done where there are enough registers."""
+        """True if registers suffice to load the next splits' results while the weights of all splits are computed and previous
+        results are added."""
         few = self.few_heads and self.lanes <= 32 * self.tile.warps
         return few and self.copies > 1 and self.tile.stages == 1
 
@@ -260,8 +260,8 @@ def combine(out, sums, tops, active, C: tl.constexpr):
 
 @triton.jit
 def combine_wide(out, sums, tops, active, C: tl.constexpr):
-    """As `combine`, for many heads: the weights of all splits of a round are one tile [splits, rows]. Weights by head, as
-    `add_parts` has them, would take C.round * group scalar loads and exponentials in every thread."""
+    """As `combine`, for many heads. The weights of C.round splits are computed as one tile [splits, rows]. Head by head, as in
+    `add_parts`, they would take C.round * group scalar loads and exponentials in every thread."""
     GROUP: tl.constexpr = C.group
     ROUND: tl.constexpr = C.round
     ROWS: tl.constexpr = C.group_rows
@@ -449,8 +449,8 @@ class PagedAttentionPlan:
             self.append_config = replace(self.config, task=DecodeTask.APPEND)
             self.append = Launcher(paged_attention, (shape.kv_heads, rows, 1), tile.warps, overlap=overlap)
         grid = (shape.kv_heads, rows, tile.splits)
-        # By default ptxas spills a little rather than use more than 168 registers. Tiles with several stages need no more than
-        # 168.
+        # Without a limit ptxas uses at most 168 registers, with which 12 warps share an SM, and spills a little. Tiles with one
+        # stage may have all 255; tiles with several stages need no more than 168.
         most = 255 if tile.stages == 1 else 168
         self.launch = Launcher(paged_attention, grid, tile.warps, overlap=self.config.overlap, registers=most)
 

@@ -49,7 +49,7 @@ from lowbit.pack.weight import WeightForm
 
 @dataclass(frozen=True)
 class RingGemm(RingBlock):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     `overlap` starts the weight copies before the previous kernel has finished (programmatic dependent launch, sm_90). A block
     allocates at least `shared_bytes` of shared memory, which limits the number of blocks per SM.
@@ -82,8 +82,8 @@ class RingGemm(RingBlock):
     @property
     def rows_early(self) -> bool:
         """True if scales and other values of rows are loaded before the main loop, which takes a register for each of a
-        thread's rows. Done in a chain of short kernels, and where a thread has few rows. Otherwise they are loaded from L2 in
-        the epilogue."""
+        thread's rows. This is done in a chain of short kernels, and where a thread has few rows. Otherwise they are loaded from
+        L2 in the epilogue."""
         in_chain = self.splits == 1 and (self.epilogue.norm_parts > 0 or self.epilogue.residual)
         return in_chain or len({self.first_of_row(i) for i in range(self.outputs)}) <= 8
 

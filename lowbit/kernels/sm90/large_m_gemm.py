@@ -1,7 +1,8 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T for large M, any code width, wgmma and TMA: sm_90a.
 
 Computes y^T = w x^T: dequantized weights are the register operand A of wgmma, 64 rows per warpgroup; x is operand B.
-Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 columns of K per warpgroup and stage
+Reads   x by TMA in swizzled tiles of tokens x 64 columns of K; w in FragmentOrder by TMA, 64 rows x 64 columns of K per
+        warpgroup and stage
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, dequantize, scale, wgmma with two steps in flight, store by TMA
 Ahead   first, descriptors are prefetched. Codes and scales of the first stages are loaded before the previous kernel has
         finished. x and inputs of the epilogue, which that kernel may write, are loaded concurrently after it
@@ -79,7 +80,7 @@ from lowbit.pack.weight import WeightForm
 
 @dataclass(frozen=True)
 class WgmmaGemm(WgmmaBlock, SquaresLayouts):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     A tile is `tokens` x 64 * warpgroups rows of w. A stage has 64 columns of K; `stages` is even, and K is padded to a multiple
     of 128. `splits` 0: stream-K (parts/schedule.py).

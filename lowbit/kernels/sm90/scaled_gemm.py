@@ -62,7 +62,7 @@ from lowbit.kernels.parts.tile import OPERAND_LAYOUT, STAGE_K, TILE_K, ByteTile
 
 @dataclass(frozen=True)
 class ScaledGemm(ByteTile):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     `block_scale`: w has scales of 128 x 128 blocks; the channels of a tile lie within one block.
     """

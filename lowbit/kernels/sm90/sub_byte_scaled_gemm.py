@@ -63,7 +63,7 @@ from lowbit.kernels.parts.tile import STAGE_K, ByteTile
 
 @dataclass(frozen=True)
 class NarrowGemm(ByteTile):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     Columns are tokens; `stages` is even, and K is padded to a multiple of 256. `grouped`: scales are 16-bit floats, one for
     each group of 128 columns of K, and `promote` is True. Otherwise scales are fp32, one for each channel.
