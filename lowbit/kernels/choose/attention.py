@@ -243,7 +243,7 @@ READ_SHARE = {1: 1.0, 2: 1.0, 4: 1.1}
 WAVE_US = 3.5
 """Additional time of each wave of programs after the first."""
 MEET_US = (0.8, 0.76)
-"""Reduction of a row's splits: the counter, and one iteration of `combine`."""
+"""Reduction of a row's splits: time of the counter, and of one iteration of `combine`."""
 # The constants are fitted to 167 timings, H200, 2026-11-22, 32 heads over 8 kv heads of 128, random pages, batch 1 to 64,
 # contexts 256 to 32768 (`python -m benchmarks.tuning.attention --tiles 9`). The error is 8.5 % (root mean square). The tile
 # chosen for one batch and context was 3.4 % slower than the best tile in the mean. For two warps 1.55 us fitted best; 1.5 is

@@ -208,8 +208,7 @@ _BUSY_SMS = 7
 _IN_FLIGHT = 57344
 """Bytes in flight per SM that are assumed to saturate memory bandwidth in a model's step. At 16 tokens the down product of
 Mixtral-8x7B took 103 us with the tile chosen for 32 KiB, and 61 us with the tile chosen for 56 KiB (H200, 2026-11-28). The
-other constants were fitted with 32 KiB, to times of products alone; modelled times of the chosen tiles differ by at most 3
-%."""
+other constants were fitted with 32 KiB, to times of products alone. Modelled times of the chosen tiles differ little (3 %)."""
 _TAIL = 0.126
 """Share of a task's copies that the slowest block finishes after the others."""
 _DEVIATIONS = (-2.0, -1.2, -0.4, 0.4, 1.2, 2.0)

@@ -106,7 +106,7 @@ TURN_US = (1.1, 0.4)
 WAVE_US = 1.0
 """Additional time of each wave of programs after the first."""
 MEET_US = (0.8, 0.03)
-"""Reduction of a row's splits: the counter, and each 4 splits that `combine` reads."""
+"""Reduction of a row's splits: time of the counter, and of every 4 splits that `combine` reads."""
 # The constants are fitted by hand to 15 timings of fp8 (H200, 2026-11-28, 32 heads over 8 kv heads of 128, 1 to 64 rows of 1024
 # to 32768 tokens, Triton 3.6, `python -m benchmarks.tuning.attention --kv fp8`). Of these, 14 are within 7 %; two splits of 64
 # rows of 1024 tokens are 13 % off. Timings of int8 and int4 are left out, since their kernels spilled at that time.

@@ -1,5 +1,5 @@
-"""What low-rank adapters (LoRA) add to a product: y = b (a x) + bias, with another adapter, or none, for each row. Two
-launches, plain Triton.
+"""What low-rank adapters (LoRA) add to a product: y = b (a x) + bias. Each row may have its own adapter, or none. Two launches,
+plain Triton.
 
 Reads   x fp16 or bf16 [M, K]; a [adapters, parts, R, K]; b [adapters, N, R] in x's type; adapter_of int32 [M], -1 for none;
         squares float32 [norm_parts, M] or None; bias [N] or None
@@ -51,8 +51,9 @@ adapters (H200, 2026-11-28)."""
 
 @dataclass(frozen=True)
 class Lora:
-    """The compile-time configuration of both kernels. widths: columns of each part, side by side; with `alternates` two parts
-    alternate by 8 columns. rank: a power of two from 16. norm_parts: rows of `squares`; 0: no norm."""
+    """The compile-time configuration of both kernels. widths: number of columns of each part. Parts lie side by side, or with
+    `alternates` two parts alternate every 8 columns. rank: a power of two, at least 16. norm_parts: number of rows of
+    `squares`; 0: no norm."""
 
     widths: tuple[int, ...]
     alternates: bool

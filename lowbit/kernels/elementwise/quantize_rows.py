@@ -252,7 +252,7 @@ def rotated_before(values, BLOCK: tl.constexpr, BEFORE: tl.constexpr, TYPE: tl.c
 
 @triton.jit
 def range_of(values, factor, CHUNKS: tl.constexpr):
-    """Returns scale and zero point for a range that includes 0 and all values, times `factor` > 0."""
+    """Returns scale and zero point for the range of 0 and all values, each multiplied by `factor` > 0."""
     low, high = low_and_high(values, CHUNKS)
     low, high = low * factor, high * factor
     scale = at_least_smallest(tl.div_rn(high - low, 255.0))
@@ -299,7 +299,7 @@ def inverse_of(scale, factor, EXACT: tl.constexpr):
 
 @triton.jit
 def scale_under(largest, factor, LARGEST: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr):
-    """Returns the scale for values up to `largest` by RULE, times `factor` > 0, which is 1 except for this library's rule."""
+    """Returns the scale by RULE for values up to `largest` * `factor`. `factor` > 0 is 1 except under this library's rule."""
     if RULE == 0:
         scale = scale_of(largest * factor, LARGEST, EXACT)
     else:

@@ -787,7 +787,7 @@ class RoutePlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Number of 32-bit words of the workspace, and of int32 counters, which are zero before and after."""
+        """Number of 32-bit words of the workspace, and of int32 counters, which are zero before and after a call."""
         if not self.few or self.blocks == 1:
             return 0, 0
         return self.tokens * self.top_k + self.blocks * self.sorts[1].bins, 1
@@ -836,7 +836,7 @@ class RouteTokensPlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Number of float32 elements of the workspace, and of int32 counters, which are zero before and after."""
+        """Number of float32 elements of the workspace, and of int32 counters, which are zero before and after a call."""
         return self.product.parts * self.product.tokens * self.product.columns, 1
 
     def __call__(self, x: Tensor, router: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor) -> RoutingTensors:

@@ -445,7 +445,7 @@ class SamplePlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Number of 32-bit words of the workspace, and of int32 counters, which are zero before and after."""
+        """Number of 32-bit words of the workspace, and of int32 counters, which are zero before and after a call."""
         return self.rows * sum(self._parts), self.rows
 
     @property

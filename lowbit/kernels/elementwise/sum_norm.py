@@ -2,7 +2,7 @@
 
 Between an expert layer and the next one: `sum_slots` and `norm_rows` in one launch. Plain Triton.
 
-Reads   y, h and shared fp16 or bf16, contiguous; share of 16 or 32 bits, a number a token; gamma [H] of 16 or 32 bits
+Reads   y, h and shared fp16 or bf16, contiguous; share of 16 or 32 bits, one number per token; gamma [H] of 16 or 32 bits
 Writes  h in place; x [T, H]
 Blocks  one row each, in chunks of 8 elements a thread; the number of threads depends on H alone, so that a row's sums have the
         same order for every number of rows. All slots are loaded before the first is added

@@ -71,7 +71,7 @@ def lacks(chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def taken(base, stop, i, HALF: tl.constexpr, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """Waits for a row of another rank, empties its place, and returns it in float32."""
+    """Waits for a row of another rank, sets its place in memory to EMPTY again, and returns the row in float32."""
     chunks = seen(base, i, H, STEP, CHUNKS)
     waits = lacks(chunks, CHUNKS)
     while waits:

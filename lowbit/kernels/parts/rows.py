@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def row_of(base, row, stride, VECTORS: tl.constexpr):
-    """Returns the address of a row. The stride is given in units of 8 elements, so that the compiler can prove that vectors are
-    aligned."""
+    """Returns the address of a row. With VECTORS the stride counts units of 8 elements, so that the compiler can prove that
+    vectors are aligned; else it counts elements."""
     start = row.to(tl.int64) * stride
     if VECTORS:
         start = start * 8

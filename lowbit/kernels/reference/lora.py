@@ -9,8 +9,8 @@ from lowbit.kernels.reference.fused_gemm import rms_reference
 
 
 def part_of_columns(widths: tuple[int, ...], alternates: bool) -> Tensor:
-    """Returns the part of each column of a product, int64 [N]: parts of `widths` columns stand side by side, or two alternate
-    by 8 columns (pack/gated.py)."""
+    """Returns the part of each column of a product, int64 [N]. Parts of `widths` columns lie side by side, or with `alternates`
+    two parts alternate every 8 columns (pack/gated.py)."""
     if alternates:
         return torch.arange(sum(widths)) // 8 % 2
     return torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))

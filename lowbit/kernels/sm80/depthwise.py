@@ -32,7 +32,7 @@ VECTORS_OF_BLOCK = tl.constexpr(8)
 WARPS = 4
 
 MAGIC = tl.constexpr(0x4B400000)
-"""The bits of 1.5 * 2^23: a float32 whose last bits are an integer."""
+"""The bits of the float32 1.5 * 2^23. Numbers of this size have an integer, the difference to it, in their last bits."""
 
 
 @triton.jit

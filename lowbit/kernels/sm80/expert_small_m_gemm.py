@@ -77,8 +77,8 @@ class TaskRing(Ring):
     fenced = True
 
     def copy_codes(self, d: int) -> str:
-        """PTX like `Ring.copy_codes`, but operand $6 is 0 or less if there is no task. Without a tail (a last k block that K
-        fills only partly) all copies of a task have the same size."""
+        """PTX like `Ring.copy_codes`, but operand $6 is 0 or less if there is no task. Without a tail (see `Ring`) all copies
+        of a task have the same size."""
         if self.tail:
             return super().copy_codes(d)
         lines = [".reg .b32 size, scale_size; .reg .pred some, low;", "setp.lt.s32 low, $5, 16; setp.gt.s32 some, $6, 0;"]
