@@ -4,7 +4,8 @@ Reads   x fp16 or bf16, rows that start at multiples of 16 bytes; order int32 [s
 Writes  rows that start at multiples of 16 bytes; elements between K and the next row are neither written nor read
 Blocks  consecutive columns of one position, 8 elements per thread
 Overlap waits for the previous kernel, then lets the next one start (programmatic dependent launch, sm_90)
-Absent  slots of -1, which are last, copy the first row; no tile has them
+Absent  the last entries of `order` are -1, for slots whose expert is not on this GPU; they copy the first row, and no tile has
+        them
 Exact   a copy. Tested: tests/kernels/elementwise/test_gather_slots.py
 """
 

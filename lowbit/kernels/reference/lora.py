@@ -9,8 +9,8 @@ from lowbit.kernels.reference.fused_gemm import rms_reference
 
 
 def part_of_columns(widths: tuple[int, ...], alternates: bool) -> Tensor:
-    """Returns the part of each column of a product, int64 [N]: parts of `widths` columns stand side by side, or two alternate
-    by 8 columns (pack/gated.py)."""
+    """Returns the part of each column of a product, int64 [N]. Parts of `widths` columns lie side by side, or with `alternates`
+    two parts alternate every 8 columns (pack/gated.py)."""
     if alternates:
         return torch.arange(sum(widths)) // 8 % 2
     return torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))
@@ -20,10 +20,11 @@ def lora_reference(
     x: Tensor, a: Tensor, b: Tensor, adapter_of: Tensor, part_of: Tensor, squares: Tensor | None = None,
     bias: Tensor | None = None, *, width: int = 1, eps: float = 0.0, factor: float = 1.0, dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
-    """Returns [M, N] in `dtype`: b a x of each row's adapter, 0 for rows without one, plus bias [N].
+    """Returns [M, N] in `dtype`: for each row the product b (a x) with its adapter, or 0 without an adapter, plus bias [N].
 
-    x [M, K]; a [adapters, parts, R, K]; b [adapters, N, R]; adapter_of int [M], -1 for none; part_of int [N]: the part of a
-    that a column takes. With `squares` float32 [.., M] the sums are divided by rms * factor, as in `norm_gemm_reference`.
+    x [M, K]; a [adapters, parts, R, K]; b [adapters, N, R]; adapter_of int [M], -1 for no adapter; part_of int [N]: the part of
+    a by which a column of y is computed. With `squares` float32 [.., M] the sums are divided by rms * factor, as in
+    `norm_gemm_reference`.
     """
     y = x.new_zeros((x.shape[0], b.shape[1]), dtype=dtype)
     for adapter in range(len(a)):

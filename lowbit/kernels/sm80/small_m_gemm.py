@@ -5,8 +5,8 @@ Reads   x fp16 or bf16, rows of 16-byte vectors; w in FragmentOrder, one stream 
 Grid    blocks of rows x blocks of tokens x splits of K; about one thread block per SM, all in one wave
 Warps   warps_n x warps_k: each row of warps has `row_blocks` row blocks, whose k blocks (128 columns) its warps_k warps take
         round-robin
-Ring    every warp fills and reads its own ring buffer: no barrier in the main loop, all slots in flight (parts/ring.py) K block
-        codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/k_block.py)
+Ring    every warp fills and reads its own ring buffer: no barrier in the main loop, all slots in flight (parts/ring.py)
+K block codes -> halves -> mma.sync; group scales multiply each group's sum in fp32 (parts/k_block.py)
 Sum     slices of K are reduced once, through shared memory, in a fixed order: same input, same bits. With splits > 1 the last
         block to arrive adds the sums of all splits, also in order
 Epilogue  scales and bias; for up to 16 tokens of a decode step also norm, gate, residual (parts/small_m_epilogue.py)
@@ -49,7 +49,7 @@ from lowbit.pack.weight import WeightForm
 
 @dataclass(frozen=True)
 class RingGemm(RingBlock):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     `overlap` starts the weight copies before the previous kernel has finished (programmatic dependent launch, sm_90). A block
     allocates at least `shared_bytes` of shared memory, which limits the number of blocks per SM.
@@ -82,15 +82,15 @@ class RingGemm(RingBlock):
     @property
     def rows_early(self) -> bool:
         """True if scales and other values of rows are loaded before the main loop, which takes a register for each of a
-        thread's rows. Done in a chain of short kernels, and where a thread has few rows. Otherwise they are loaded from L2 in
-        the epilogue."""
+        thread's rows. This is done in a chain of short kernels, and where a thread has few rows. Otherwise they are loaded from
+        L2 in the epilogue."""
         in_chain = self.splits == 1 and (self.epilogue.norm_parts > 0 or self.epilogue.residual)
         return in_chain or len({self.first_of_row(i) for i in range(self.outputs)}) <= 8
 
     @property
     def h_early(self) -> bool:
-        """True if h, and a bias of tokens, are loaded before the main loop. Not with splits, where only the last block of
-        several needs them."""
+        """True if h, and a bias of tokens, are loaded before the main loop. With splits they are not, since only the last of
+        the blocks that share a tile needs them."""
         return self.splits == 1
 
 
@@ -223,13 +223,13 @@ class RingPlan:
         """Returns y [M, N], or [M, N / 2] with a gate, of x [M, K], whose rows start at multiples of 16 bytes.
 
         Codes and scales are those of pack/weight.py, or codes are the rows of pack/dense.py, without scales. bias is [N], or
-        contiguous [M, N] with `Epilogue.bias_of_tokens`. `sums` and
-        `arrived` are the workspace. All tensors are on the current device. A norm reads `squares` float32 [norm_parts, M]:
-        partial sums of squares of the rows of h, which have 1 / `inverse_width` elements. A residual adds y to h [M, N] in
-        place, writes `squares` [squares_parts, M] and returns h * gamma * x_factor.
+        contiguous [M, N] with `Epilogue.bias_of_tokens`. `sums` and `arrived` are the workspace. All tensors are on the current
+        device. A norm reads `squares` float32 [norm_parts, M]: partial sums of squares of the rows of h, which have 1 /
+        `inverse_width` elements. A residual adds y to h [M, N] in place, writes `squares` [squares_parts, M] and returns h *
+        gamma * x_factor.
         """
         y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
-        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # an unused pointer where there are no scales
+        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # stands for missing scales, never read
         tiles = 0 if self.config.ring.k_block.dense else codes.shape[1]
         self.launch(
             y, x, codes, some, channel_scale, bias, sums, arrived, h, gamma, squares, self.shape.m, self.shape.n, self.shape.k,

@@ -1,10 +1,11 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T for large M, any code width, wgmma and TMA: sm_90a.
 
 Computes y^T = w x^T: dequantized weights are the register operand A of wgmma, 64 rows per warpgroup; x is operand B.
-Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 columns of K per warpgroup and stage
+Reads   x by TMA in swizzled tiles of tokens x 64 columns of K; w in FragmentOrder by TMA, 64 rows x 64 columns of K per
+        warpgroup and stage
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, dequantize, scale, wgmma with two steps in flight, store by TMA
 Ahead   first, descriptors are prefetched. Codes and scales of the first stages are loaded before the previous kernel has
-        finished; x, which that kernel may write, and inputs of the epilogue are loaded after it, concurrently
+        finished. x and inputs of the epilogue, which that kernel may write, are loaded concurrently after it
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other
 Grid    persistent, one block per SM; tiles are ordered in groups of token tiles, so that a wave shares x and w in L2
 Sum     in fp32, K in order; partial sums of several blocks are added by one of them in order: same input, same bits
@@ -79,7 +80,7 @@ from lowbit.pack.weight import WeightForm
 
 @dataclass(frozen=True)
 class WgmmaGemm(WgmmaBlock, SquaresLayouts):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     A tile is `tokens` x 64 * warpgroups rows of w. A stage has 64 columns of K; `stages` is even, and K is padded to a multiple
     of 128. `splits` 0: stream-K (parts/schedule.py).
@@ -100,8 +101,8 @@ class WgmmaGemm(WgmmaBlock, SquaresLayouts):
 
     @property
     def last_is_full(self) -> bool:
-        """True if the last of several token tiles begins earlier where that fills it. Not with stream-K, where the two tiles
-        that share tokens would divide K differently and give different bits."""
+        """True if the last of several token tiles begins early enough to be full. With stream-K it does not: the two tiles that
+        share tokens would divide K differently and give different bits."""
         return self.splits > 0
 
     @property
@@ -114,8 +115,8 @@ class WgmmaGemm(WgmmaBlock, SquaresLayouts):
 
     @property
     def stages_ahead(self) -> int:
-        """Number of stages whose weights are loaded before the previous kernel has finished, which x must wait for. Few where x
-        is large, since its copies are queued behind those of the weights."""
+        """Number of stages whose weights are loaded before the previous kernel has finished. They are few where x is large: the
+        copies of x, which must wait for that kernel, are queued behind those of the weights."""
         return self.stages if self.tokens < 128 else 2
 
     @property
