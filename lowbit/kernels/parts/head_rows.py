@@ -5,8 +5,8 @@ Tensors are float32 [128, C.elements], 8 or 16 elements per thread; elements bey
 configuration, with the attention shape as `C.shape`. Elements of a thread are combined in registers, those of a row by
 shuffles, so there is no barrier.
 
-Exact   a rotation adds in the order of formats/kv.py. Codes are rounded as there, except for ties, where the compiler may fuse
-        a product with the sum that rounds it. Tests: tests/kernels/parts/test_head_rows.py
+Exact   a rotation adds in the order of formats/kv.py. Codes are those of formats/kv.py to the last bit.
+        Tests: tests/kernels/parts/test_head_rows.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rows of packed keys and values in plain Triton: rotation, scale, codes, and the places of bytes in pages (pack/kv_pages.py).
 
 Tensors are [rows, lanes], where the number of lanes is a power of two; elements beyond the head are zero. `C` is a `KVRows`.
-For equal rows, rotation, scales and codes have the same bits as those of formats/kv.py, except for codes at ties, where the
-compiler may fuse a product with the sum that rounds it.
+For equal rows, rotation, scales and codes have the same bits as those of formats/kv.py.
 """
 
 from __future__ import annotations
