@@ -342,7 +342,8 @@ def test_progress(tmp_path, capfd, monkeypatch):
 
 @pytest.fixture(scope="module")
 def packed(large, tmp_path_factory):
-    """A folder in lowbit's format, beside which other folders are written; the largest layer takes 75 MB in float32."""
+    """The folder with a checkpoint in lowbit's format; tests write other folders beside it. Its largest layer takes 75 MB in
+    float32."""
     root = tmp_path_factory.mktemp("packed")
     quantize_checkpoint(large, root / "own", "w4a16_g64")
     return root

@@ -83,7 +83,7 @@ def test_the_rotated_model_computes_the_same(family, seed, tmp_path):
     saved(random(made), tmp_path / "m")
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float64)(TOKENS).logits
-    # What differs is the rounding of rotated weights to float32.
+    # The remaining difference is that rotated weights are rounded to float32.
     assert (logits_of_rotated(tmp_path / "m", seed) - expected).abs().max() <= 3e-6 * expected.abs().max()
 
 
@@ -97,7 +97,7 @@ def test_weights_are_rotated_and_norms_are_ones(tmp_path):
         else:
             assert not torch.allclose(rotated.get(name), plain.get(name), atol=0.1), name
             assert not torch.equal(rotated.get(name), other.get(name)), name
-    for part in ("o_proj", "v_proj"):  # heads by another matrix in each layer
+    for part in ("o_proj", "v_proj"):  # each layer rotates its heads by another matrix
         name = f"model.layers.{{}}.self_attn.{part}.weight"
         assert rotated.get(name.format(0)).shape == plain.get(name.format(0)).shape
 

@@ -32,7 +32,8 @@ def test_modelopt_files_compute_what_modelopt_simulates(tmp_path):
     with torch.inference_mode():
         logits = model(torch.tensor([expected["ids"]])).logits[0]
     truth = torch.tensor(expected["logits"])
-    # It simulates in fp16 scales and factors, as rounded for the files; an exchanged layer or factor is off by 0.3 and more.
+    # ModelOpt simulates in fp16, with scales and factors as rounded for the files. An exchanged layer or factor is off by 0.3
+    # or more.
     assert (logits - truth).norm() < 0.01 * truth.norm()
 
 
