@@ -66,7 +66,7 @@ def test_equal_to_the_reference_on_a_gpu():
 
 
 def test_machine_code():
-    """One warp, no spills; sums are made without loops."""
+    """The kernel has one warp, spills nothing, and computes sums without loops."""
     whole = lambda *size: meta(size, torch.int32)  # noqa: E731
     plan = AcceptPlan(64, 65, 128256)
     given = AcceptInputs(*(whole(64) for _ in range(5)), whole(65, 16), whole(65, 128256), whole(65), whole(65))

@@ -37,10 +37,10 @@ def hard_rows(m, k, dtype, device="cpu"):
     x = torch.randn(m, k, generator=generator) * torch.logspace(-6, 3, m)[:, None]
     if m > 3:
         x[1] = 0
-        x[2] = torch.arange(k) % 255 - 127  # scale 1 exactly: integers
-        x[3] = (torch.arange(k) % 255 - 127) / 2  # ties
+        x[2] = torch.arange(k) % 255 - 127  # has scale 1 exactly, so all values are integers
+        x[3] = (torch.arange(k) % 255 - 127) / 2  # has ties
         x[3, 0] = 127
-        x[0, ::3] = -0.0  # 8-bit floats keep the sign
+        x[0, ::3] = -0.0  # 8-bit floats keep the sign of zero
     return x.to(device=device, dtype=dtype)
 
 
@@ -59,7 +59,7 @@ def check(x, name, group=0, static=False, symmetric=True, device=80):
         torch.full((x.shape[0], x.shape[1] + CODE_VECTOR), -1, dtype=torch.int8, device=x.device)  # poisons memory to be reused
     codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric, given)
     expected = [t for t in ((codes,) if static else (codes, own, zero)) if t is not None]
-    for _ in range(2 if x.is_cuda else 1):  # the first call compiles, the second takes the cached launch
+    for _ in range(2 if x.is_cuda else 1):  # the first call compiles, the second uses the cached launch
         made = plan(x, None, None, None, scale, 0.0, given)
         assert len(made) == len(expected)
         for got, wanted in zip(made, expected, strict=True):

@@ -33,7 +33,8 @@ def check(device, dtype, tokens, top_k, width):
         experts = torch.randint(-2, 2, (tokens, top_k), generator=generator).int().to(device)
         left_out = y.masked_fill(experts.reshape(-1, 1) < 0, float("nan"))
         expected = sum_slots_reference(y.masked_fill(experts.reshape(-1, 1) < 0, 0), top_k, added)
-        plan = SumSlotsPlan(tokens, top_k, width, width % 8 == 0, machine)  # a plan's calls all have experts, or none has
+        # the rows of a call either all have experts or all have none
+        plan = SumSlotsPlan(tokens, top_k, width, width % 8 == 0, machine)
         assert torch.equal(plan(left_out, added, experts), expected)
         assert torch.equal(sum_slots_reference(left_out, top_k, added, experts), expected)
 

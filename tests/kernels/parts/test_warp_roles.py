@@ -18,7 +18,8 @@ def test_registers_move_in_the_right_direction(count, direction):
 
 
 def test_a_loader_gives_up_what_math_warps_get():
-    """Four warpgroups of 128 registers a thread: three get what the loader's gives up, in steps of 8."""
+    """Four warpgroups start with 128 registers a thread. The loader gives registers up, and the three others receive them, in
+    steps of 8."""
     assert LOADER_REGISTERS.value % 8 == 0 and 24 <= LOADER_REGISTERS.value < 128
     assert 128 + (128 - LOADER_REGISTERS.value) // 3 // 8 * 8 <= 255
 

@@ -34,7 +34,7 @@ from lowbit.kernels.sm80.packed_attention import PackedAttentionPlan
 gpu = pytest.mark.gpu
 
 RAGGED = [0, 1, 15, 127, 128, 129, 300, 1000]
-"""Context lengths: number of tokens before the new one."""
+"""Context lengths: numbers of tokens before the new one."""
 
 
 def tile_for(splits, chunk=128):
@@ -103,7 +103,7 @@ def check(given, kv, contexts, splits=4, chunk=128, sm=90, dtype=torch.float16, 
 
 
 def check_verify(given, kv, contexts, counts, splits=3, sm=90, dtype=torch.float16, device="cpu", **options):
-    """Several new tokens per slot: against the reference, and with the bits of as many steps of one token."""
+    """Several new tokens per slot are compared with the reference, and have the bits of as many steps of one token."""
     case = packed(make_case(given, contexts, dtype, device, padding=1, **options), kv)
     case = several_tokens(case, counts)
     before, single = case.copy(), case.copy()
@@ -183,7 +183,7 @@ def check_poison(kv, device="cpu"):
     rows = [1, 2, 3]
     some = [dataclasses.replace(c, qkv=c.qkv[rows], rows=c.rows[rows]) for c in (case, before)]
     out, given = out[rows], some[1]
-    # The first row's new token is no part of the comparison.
+    # The new token of the first row is not compared.
     slot = case.tables[0, 300 // 128].long()
     for t, old in zip(case.pages.tensors, before.pages.tensors, strict=True):
         t[slot] = old[slot]
@@ -216,7 +216,7 @@ def test_rows_do_not_depend_on_the_batch():
 def test_codes_are_read_in_vectors_of_16_bytes_and_nothing_spills(head_dim, kv, registers, per_value):
     kernel = compiled(shape(32, 8, head_dim), kv)
     assert kernel.registers <= registers
-    if TRITON >= (3, 9):  # older ones spill up to 72 bytes
+    if TRITON >= (3, 9):  # older Tritons spill up to 72 bytes
         assert kernel.stack_bytes == 0
     (loop,) = [kernel.lines[a : b + 1] for a, b in kernel.loops if any("HMMA" in line for line in kernel.lines[a : b + 1])]
     scheme = parse_kv(kv)
@@ -246,7 +246,8 @@ def test_old_keys_are_asked_for_before_the_wait():
 
 
 def test_several_tokens_per_slot():
-    """The attention of a verified step loads no codes before the wait; the launch before it stores keys and values alone."""
+    """The attention of a verified step loads no codes before the wait, and stores none. A launch before it stores keys and
+    values, and does nothing else."""
     kernel = compiled(shape(32, 8, 128), "int4", task=DecodeTask.VERIFY)
     names = [line.split()[line.startswith("@")] for line in kernel.lines]
     assert not any("128" in name or name.startswith("STG") for name in names[: names.index("ACQBULK")])
