@@ -48,7 +48,8 @@ def one_by_one(make, spelling, layer=LAYER):
 
 
 def check(reader, weight, layer=LAYER):
-    """Compares the experts of a reader with `weight(expert, role)`, the weights [N, K] by the tool's formula; the experts."""
+    """Compares the experts of a reader with `weight(expert, role)`, the weights [N, K] by the tool's formula. Returns the
+    experts."""
     experts = check_weights(reader, weight, layer)
     entry = reader.experts[layer]
     assert entry.gate_up.scheme == experts.gate_up[0].scheme and entry.down.scheme == experts.down[0].scheme
@@ -56,7 +57,8 @@ def check(reader, weight, layer=LAYER):
 
 
 def check_weights(reader, weight, layer=LAYER):
-    """The same for files whose schemes are not the ones of the experts: they have static scales of activations."""
+    """Compares only the weights. The entry of files with static scales of activations states another scheme than the experts
+    have."""
     experts, entry = reader.expert_layer(layer), reader.experts[layer]
     assert (entry.experts, entry.gate_up.shape, entry.down.shape) == (E, (2 * INNER, HIDDEN), (HIDDEN, INNER))
     gate_up, down = experts.dequantize()
@@ -99,7 +101,8 @@ def test_gptq(tmp_path, spelling, zeros):
 
 
 def test_gptq_with_zeros_in_some_experts_only(tmp_path):
-    """A file that does not state symmetry: symmetric experts get the middle as zero points, the codes stay."""
+    """The file does not state whether weights are symmetric. Symmetric experts then get the middle code as zero point, and keep
+    their codes."""
     schemes = {"gate": "w4a16_g16_z", "up": "w4a16_g16", "down": "w4a16_g16"}
 
     def make(role, shape, seed):
@@ -122,7 +125,8 @@ def test_gptq_with_zeros_in_some_experts_only(tmp_path):
 
 
 def test_act_order_of_down_becomes_an_order_of_rows(tmp_path):
-    """The output of every expert is the same; gate and up have no order of their own."""
+    """The order of down's input channels becomes an order of rows of gate and up, so that the output of every expert is the
+    same."""
     schema = Gptq(4, 16, symmetric=True, act_order=True)
     tensors = one_by_one(
         lambda role, shape, seed: schema.write(random_layer("w4a16_g16", *shape, seed, order=role == "down")), QWEN
@@ -339,8 +343,8 @@ def test_a_missing_expert_is_named(tmp_path):
 
 
 def test_an_expert_in_16_bits_is_named(tmp_path):
-    """Opening the file succeeds, so the file can be dequantized. Its experts as one group are refused, by an error that names
-    expert 2."""
+    """An expert in 16 bits can be dequantized, so the file can be opened. Quantized as one group with the others it is refused,
+    with an error that names expert 2."""
 
     def change(tensors):
         for name in [name for name in tensors if ".2.down_proj." in name]:

@@ -1,4 +1,5 @@
-"""Tensors of a layer that are not read: an error where they could change what the weights mean, else a note."""
+"""A layer may have tensors that are not read. They are an error if they could change the meaning of the weights, otherwise a
+note."""
 
 from __future__ import annotations
 
@@ -17,9 +18,8 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def changed(tmp_path, name, tensors=None, weights=None):
-    """A copy of a folder: `tensors` returns tensors to add, given those of the folder; `weights` changes the config's entry for
-    weights.
-    """
+    """Returns a copy of a folder. `tensors` returns tensors to add, given those of the folder. `weights` changes the entries
+    for weights in the config."""
     folder = tmp_path / "c"
     shutil.copytree(DATA / name, folder)
     file = next(p for p in (folder / "model.safetensors", folder / "rank0.safetensors") if p.exists())

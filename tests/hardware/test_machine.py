@@ -62,7 +62,8 @@ def forget():
 
 
 def test_the_gpu_in_hand_is_asked(monkeypatch):
-    """The properties of the present GPU count: an H100 PCIe is sm_90 like an H200, but has 114 SMs and slower memory."""
+    """The properties of the present GPU count, not those of its architecture: an H100 PCIe is sm_90 like an H200, but has 114
+    SMs and slower memory."""
     found = gpu(monkeypatch, "NVIDIA H100 PCIe", 90, memory_clock_rate=1593000, memory_bus_width=5120)
     found.multi_processor_count = 114
     machine = machine_of("cuda")

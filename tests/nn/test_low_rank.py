@@ -42,7 +42,7 @@ def test_the_layer_adds_the_correction(name, dtype, channels, shape):
     plain = replace(q, low_rank=None)
     without = nn.functional.linear(x.double(), plain.dequantize(torch.float64), layer.bias.double())
     error = (QuantLinear.from_quant_tensor(plain, layer.bias)(x).double() - without).abs().max()
-    # Beside the layer's own error: the product, x down^T, and the sum are rounded once each.
+    # Beside the layer's own error, three values are rounded once each: the product, x down^T, and the sum.
     assert (y.double() - expected).abs().max() < 1.5 * error + 2 * EPS[dtype] * expected.abs().max()
     if not channels:
         whole = nn.functional.linear(x.double(), w.double(), layer.bias.double())

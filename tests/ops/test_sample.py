@@ -82,7 +82,7 @@ def assert_same_distribution(logits, s, answer):
     scores, uncut = of_transformers(logits, s, answer)
     mass = of_reference(logits, s, answer)
     kept, wanted = mass > 0, scores.isfinite()
-    apart = (kept != wanted) & (uncut > uncut.max() - 27)  # tokens below 2^-40 of the largest have mass 0
+    apart = (kept != wanted) & (uncut > uncut.max() - 27)  # tokens at or below 2^-40 of the largest, about e^-27, have mass 0
     border = uncut[wanted].min()
     near_border = (uncut - border).abs() < 1e-4
     share = float(uncut[apart & ~near_border].sub(uncut.max()).exp().sum())
@@ -192,7 +192,7 @@ def test_tokens_come_as_often_as_their_probability_says(s):
     chi += (counts[~many].sum() - rest).square() / rest if rest > 5 else 0
     freedom = int(many.sum()) - 1 + int(rest > 5)
     assert abs(float(chi) - freedom) < 4 * math.sqrt(2 * freedom), (float(chi), freedom)
-    # The operator samples exactly these tokens.
+    # The operator samples exactly the tokens of these targets.
     state = state_with(replace(s, seed=12345))
     for i in range(20):
         token = int(drawn(logits[None], [0], state)[0])

@@ -1,4 +1,5 @@
-"""The correction removes exactly the largest singular components of the error; if inputs are known, of the outputs' error."""
+"""The correction removes exactly the largest singular components of the error. With known inputs, it removes those of the error
+of the outputs."""
 
 from __future__ import annotations
 

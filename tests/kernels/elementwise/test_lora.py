@@ -47,7 +47,7 @@ def check(device, dtype, m, k, widths, adapters=3, rank=16, alternates=False, bi
     alone = adapter_of < 0
     assert torch.equal(made[0][alone], expected[alone].to(dtype)), "rows without an adapter"
     if not bool(alone.all()):
-        # A x is rounded to 16 bits, as in PEFT, and then y is
+        # The product a x is rounded to 16 bits, as in PEFT, and then y is.
         error = (made[0][~alone].double() - expected[~alone]).norm() / expected[~alone].norm()
         assert error < (1.5e-3 if dtype == torch.float16 else 1.2e-2), float(error)
 
