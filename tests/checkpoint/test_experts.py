@@ -1,4 +1,5 @@
-"""Files with experts of every tool: weights are those of the tool's own formula, and experts that fit no scheme are named."""
+"""Files with experts of every tool. Weights are those of the tool's own formula. Experts that fit no scheme are named in the
+error."""
 
 from __future__ import annotations
 
@@ -220,7 +221,7 @@ def test_compressed_tensors(tmp_path, kind):
 
 @pytest.mark.parametrize("exponents", [False, True])
 def test_fp8_blocks_one_by_one(tmp_path, exponents):
-    """DeepSeek's and Qwen3's files; Transformers' own dequantization is the reference."""
+    """DeepSeek's and Qwen3's files have blocks of fp8. The reference is Transformers' own dequantization."""
     schema = Fp8(PerBlock(16, 32), "weight_scale_inv", exponents)
 
     def make(role, shape, seed):
@@ -277,7 +278,8 @@ def mxfp4_tensors(layer=LAYER):
 
 
 def test_mxfp4(tmp_path):
-    """gpt-oss's own files: bit for bit as Transformers dequantizes them, subnormal and infinite bfloat16 included."""
+    """gpt-oss's own files give, bit for bit, the weights that Transformers dequantizes, including subnormal and infinite
+    bfloat16."""
     tensors = mxfp4_tensors()
     with ForeignReader(write(tmp_path / "c", tensors, {"quant_method": "mxfp4"})) as reader:
         experts, entry = reader.expert_layer(LAYER), reader.experts[LAYER]
@@ -302,7 +304,7 @@ def test_rows_alternate_and_come_back():
 
 
 def test_gguf_stacks(tmp_path):
-    """Every block type in three dimensions, against the package gguf."""
+    """Blocks of every type in three-dimensional tensors have the values that the package gguf gives."""
     gguf = pytest.importorskip("gguf")
     writer, data = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3moe"), {}
     rng = np.random.default_rng(0)

@@ -152,7 +152,7 @@ def test_own_activations_in_compressed_tensors_files_are_noted(tmp_path):
     ],
 )
 def test_activations_that_no_scheme_says_are_named(tmp_path, change, note):
-    """Activations that no scheme describes stay in 16 bits with a note; they were once read as one scale per token."""
+    """Activations that no scheme describes stay in 16 bits, and a note names them."""
     folder = changed(tmp_path, "compressed-tensors-w8a8-asym")
     config = json.loads((folder / "config.json").read_text())
     group = config["quantization_config"]["config_groups"]["group_0"]

@@ -34,7 +34,7 @@ def logits_of(model, ids):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "lowbit"])
 @pytest.mark.parametrize("kv", NARROW)
 def test_attention_reads_stored_rows(implementation, kv):
-    """A layer's attention output is that of its own function over quantized rows; afterwards the model computes as before."""
+    """Attention of a layer equals its own function over quantized rows. Afterwards the model computes as before."""
     model, scheme, ids = eager_llama(), parse_kv(kv), ids_of(40)
     model.set_attn_implementation(implementation)
     before, seen = logits_of(model, ids), []
@@ -89,7 +89,7 @@ def test_the_engine_generates_the_most_likely_tokens(kv):
 
 
 def test_generate_reads_stored_rows_of_its_cache():
-    """Greedy tokens of Transformers' `generate`, with its cache, are those of whole forwards."""
+    """Greedy tokens of Transformers' `generate`, which uses a cache, are those of whole forwards without a cache."""
     model, prompt = eager_llama(), ids_of(20)
     with stored_kv(model, parse_kv("int4")):
         made = model.generate(

@@ -174,7 +174,8 @@ def as_stored(q: QuantTensor, parsed, dtype: torch.dtype) -> QuantTensor:
 @pytest.mark.parametrize("least", [2.0**-7, 2.0**-8, 2.0**-20])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_packs_scales_of_every_size(least, dtype, tmp_path):
-    """Codes count as subnormal numbers unless a scale is less than 2^-7 of its row's largest; zero scales never decide."""
+    """Codes are packed as subnormal numbers, unless a scale is less than 2^-7 of its row's largest. Scales of zero do not
+    count."""
     scheme, shape = "w4a16_g32", (48, 256)
     library, parsed = packing_library(tmp_path / "c", scheme, shape, dtype), parse_scheme(scheme)
     codes = torch.randint(0, 16, shape, dtype=torch.uint8)

@@ -89,7 +89,7 @@ def test_known_constants():
 
 
 def test_cost_of_int4_is_that_of_the_source():
-    """8 codes: 4 LOP3, 1 shift, 2 subtractions, 2 fused multiply-adds."""
+    """Eight codes take 4 LOP3, 1 shift, 2 subtractions and 2 fused multiply-adds, as in the source."""
     c = conversion(int_format(4), "fp16")
     assert (c.registers, c.program.count("integer"), c.program.count("half")) == (4, 5, 4)
 

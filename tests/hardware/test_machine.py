@@ -85,9 +85,8 @@ def test_a_build_that_does_not_tell_the_memory_clock(monkeypatch):
 
 
 def test_the_choice_of_tile_sees_the_number_of_sms():
-    """One wave of tiles on 132 SMs is two on 66, and the cost model must reflect it. Measured tiles apply only to the GPU they
-    were measured on.
-    """
+    """One wave of tiles on 132 SMs is two waves on 66 SMs, and the cost model must reflect that. Measured tiles are used only
+    on the GPU on which they were measured."""
     h200 = typical_machine(90)
     half = replace(h200, product="half", sm_count=66)
     shape = GemmShape(128, 6144, 4096, 4)

@@ -214,8 +214,8 @@ def test_files_that_were_cut_off_are_refused(copy, part):
 
 
 def test_damaged_bytes_are_refused_or_change_nothing(written, tmp_path):
-    """Every byte of the directory, and random ones elsewhere: a damaged file is refused, or its members are still the listed
-    ones."""
+    """Damages every byte of the directory, and random bytes elsewhere. A damaged file is refused, or its members are still the
+    listed ones."""
     data, path = written.read_bytes(), tmp_path / "damaged.lowbit"
     directory = data.rindex(b"PK\x01\x02", 0, data.index(b"PK\x01\x02") + 200)
     places = [*range(directory, directory + 120), *range(len(data) - 22, len(data)), *random.sample(range(len(data)), 200)]

@@ -95,7 +95,7 @@ class ThreadBlock:
         self.late: tuple[int, int, int, int] | None = None
 
     def complete(self, choice: random.Random) -> None:
-        """Completes one of the copies in flight, or waits for a while where all are late."""
+        """Completes one of the copies in flight. If all of them are late, a warp waits for a while."""
         index = choice.randrange(len(self.copies))
         if self.late is None and choice.random() < LATE:
             self.late = self.copies[index]
@@ -291,8 +291,9 @@ class Warp(Block):
 def execute(
     ptx: str, shared_bytes: int, arguments, blocks: int, threads: int, seed: int = 0, longest: int = 400, others=()
 ) -> int:
-    """Runs a kernel of `blocks` blocks of `threads` threads; returns the number of executed instructions. `arguments` as in
-    ptx.py; `others`: tensors whose addresses the kernel finds in memory; `longest`: of a warp's turns, in instructions."""
+    """Runs a kernel of `blocks` blocks of `threads` threads; returns the number of executed instructions. `arguments` are as in
+    ptx.py. `others` are tensors whose addresses the kernel finds in memory. `longest` is the longest turn of a warp, in
+    instructions."""
     code, labels = parsed(with_unique_labels(ptx))
     given = [each for each in arguments if each is not None]
     parameters = [

@@ -198,7 +198,7 @@ def test_float_zeros_8_bit_activations_and_rotated_inputs(source, tmp_path):
 
 
 def test_embeddings_too(source, tmp_path):
-    if source.name == "bart":  # a class of its own, which scales
+    if source.name == "bart":  # BART's embedding is a class of its own, which scales
         plan = run("quantize", source, tmp_path / "q", "--scheme", "w8a16", "--embeddings")
         assert "BartScaledWordEmbedding" in plan.stdout + plan.stderr
         return

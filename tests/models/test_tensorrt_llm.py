@@ -38,9 +38,8 @@ def test_modelopt_files_compute_what_modelopt_simulates(tmp_path):
 
 
 def test_weights_by_hand(tmp_path):
-    """Decodes byte by byte: two rows a byte, the even row in the low bits; signed codes; a scale for 128 columns; x is
-    multiplied by the factors first.
-    """
+    """Decodes byte by byte. A byte has two rows, the even row in its low bits. Codes are signed, a scale is for 128 columns,
+    and x is first multiplied by the factors."""
     tensors = load_file(MODELOPT / WEIGHTS)
     base = "transformer.layers.0.attention.qkv"
     weight, scale, factor = (tensors[f"{base}.{s}"] for s in ("weight", "weights_scaling_factor", "prequant_scaling_factor"))

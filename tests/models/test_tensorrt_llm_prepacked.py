@@ -221,7 +221,7 @@ def test_zeros_are_what_the_files_say(tmp_path):
 
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_other_decoders(tmp_path, architecture):
-    """Qwen2 has biases of q, k and v, one tensor there; Qwen3 norms of heads."""
+    """Qwen2 has biases of q, k and v, which are one tensor in these files. Qwen3 has norms of heads."""
     held, config = own_checkpoint(tmp_path / "own", "w8a16", architecture)
     folder = their_checkpoint(tmp_path / "theirs", held, config, "W8A16", "interleaved", architecture)
     assert (f"{LAYER}.attention.qkv.bias" in load_file(folder / "rank0.safetensors")) == (architecture[:5] == "Qwen2")

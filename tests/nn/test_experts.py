@@ -30,7 +30,7 @@ def experts_of(name, dtype=torch.float32):
 
 
 def converted(module, scheme):
-    """The module as the only one of a model, quantized."""
+    """Quantizes the module, as the only module of a model."""
     model = nn.Module()
     model.experts = copy.deepcopy(module)
     convert(model, scheme)

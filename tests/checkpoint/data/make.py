@@ -356,7 +356,7 @@ def transformers(source, out):
 
 
 def modelopt(source, out):
-    """Exports for Transformers, and weights as ModelOpt's own tensors dequantize them."""
+    """Exports models for Transformers. The expected weights are those that ModelOpt's own tensors dequantize."""
     import copy
 
     import modelopt.torch.quantization as mtq

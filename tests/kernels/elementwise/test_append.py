@@ -1,4 +1,5 @@
-"""RoPE and append of prompt tokens: results against float64, without a GPU in Triton's interpreter; machine code."""
+"""RoPE and append of prompt tokens. Results are compared with float64; without a GPU the kernel runs in Triton's interpreter.
+Also tests its machine code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tables of codes and gates: codes against the reference, without a GPU in Triton's interpreter; wrong tensors."""
+"""Tables of codes, and gates. Codes equal the reference; without a GPU the kernels run in Triton's interpreter. Wrong tensors
+are refused."""
 
 from __future__ import annotations
 

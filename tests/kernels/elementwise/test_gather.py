@@ -1,6 +1,5 @@
-"""The kernel that permutes the columns of x into the order of the codes: bit-equal to torch, without a GPU in the
-interpreter.
-"""
+"""The kernel that permutes the columns of x into the order of the codes. It is bit-equal to torch; without a GPU it runs in
+Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kernel that gathers rows of x in the order of slots: bit-equal, without a GPU too; vectors of 16 bytes."""
+"""The kernel that gathers rows of x in the order of slots. Copies are bit-equal, with and without a GPU, and in vectors of 16
+bytes."""
 
 from __future__ import annotations
 

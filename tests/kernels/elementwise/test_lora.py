@@ -1,4 +1,5 @@
-"""The kernels of low-rank adapters, against float64; without a GPU in Triton's interpreter; machine code."""
+"""The kernels of low-rank adapters, compared with float64. Without a GPU they run in Triton's interpreter. Also tests their
+machine code."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ EPS = 1e-5
 
 
 def check(device, dtype, m, k, widths, adapters=3, rank=16, alternates=False, bias=False, norm=0, strided=False):
-    """Checks random rows of several adapters and of none, twice with the same bits. Outputs and sums hold NaN before."""
+    """Checks random rows, with several adapters and with none. A second run must give the same bits. Outputs and sums hold NaN
+    before."""
     generator = torch.Generator().manual_seed(m * k + rank)
     n, parts = sum(widths), len(widths)
     x = torch.randn(m, k + 8 * strided, generator=generator).to(dtype)[:, :k]

@@ -1,4 +1,5 @@
-"""The kernels of embedding, residual and norm: against their reference and float64, without a GPU in the interpreter."""
+"""The kernels of embedding, residual and norm, compared with their reference and with float64. Without a GPU they run in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def random(*shape, dtype=torch.float16, seed=0, device="cpu"):
 
 
 def framed(values):
-    """(rows, memory): a copy of `values` with NaN before and after, which shows any access outside the rows."""
+    """Returns (rows, memory): a copy of `values` with NaN before and after it, so that any access outside the rows shows."""
     m, width = values.shape
     memory = values.new_full(((m + 2) * width,), NAN)
     rows = memory[width:-width].view(m, width)
@@ -174,7 +175,7 @@ def check_without_a_gpu():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    """In fp16 only: the interpreter truncates to bf16, a GPU rounds."""
+    """Checks fp16 only: the interpreter truncates to bf16, while a GPU rounds."""
     interpreted(check_without_a_gpu)
 
 
@@ -353,7 +354,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype):
 
 @gpu
 def test_rows_that_start_anywhere():
-    """Every combination of tensors aligned and not aligned to 16 bytes: a plan is compiled for the alignment of its tensors."""
+    """Tensors are aligned to 16 bytes or not, in every combination. A plan is compiled for the alignment of its tensors."""
     for shifts in itertools.product((0, 1), repeat=3):
         h, delta, gamma = (
             random(n * 576 + s, seed=seed, device="cuda")[s:].view(n, 576)

@@ -1,6 +1,5 @@
-"""Hadamard transforms in registers, alone and fused with quantization of activations: bit-equal to butterflies written in
-torch.
-"""
+"""Hadamard transforms in registers, alone and fused with quantization of activations. They are bit-equal to butterflies in
+plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kernels that route tokens to experts: equal to the reference, without a GPU in Triton's interpreter; machine code."""
+"""The kernels that route tokens to experts. Results equal the reference; without a GPU they run in Triton's interpreter. Also
+tests their machine code."""
 
 from __future__ import annotations
 
@@ -133,9 +134,8 @@ def check_groups():
 
 
 def check_tokens(tokens, k, experts, rule, biased=False, dtype=torch.float16, gap=0, device="cpu"):
-    """Checks x and router weights of small integers (scaled by a power of two): the logits are exact, so the routing must be
-    exact.
-    """
+    """Checks x and router weights of small integers, scaled by a power of two. The logits are exact, so the routing must be
+    exact too."""
     generator = torch.Generator().manual_seed(k)
     wide = torch.randint(-3, 4, (tokens, k + gap), generator=generator).to(dtype)
     wide[:, k:] = math.nan

@@ -1,6 +1,5 @@
-"""Activation quantization by the rules of other tools: the reference on values by hand, the kernel bit-equal to the
-reference.
-"""
+"""Activation quantization by the rules of other tools. The reference is tested on values by hand; the kernel is bit-equal to
+it."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def check_without_a_gpu():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    """For int8 in fp16 only: the interpreter converts 8-bit floats in another way than the hardware."""
+    """Checks int8 in fp16 only: the interpreter converts to 8-bit floats in another way than the hardware."""
     interpreted(check_without_a_gpu)
 
 

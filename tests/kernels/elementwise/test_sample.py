@@ -1,4 +1,5 @@
-"""The sampling kernels: bit-equal to the reference, without a GPU in Triton's interpreter; machine code."""
+"""The sampling kernels are bit-equal to the reference. Without a GPU they run in Triton's interpreter. Also tests their machine
+code."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ MASKED = {0: 0.5, 2: 0.9, 3: 0.02, 5: 0.3, 8: 0.7}
 
 
 def masks_of(shares, vocab, generator):
-    """Random masks int32 [len(shares), ceil(vocab / 32)], each of a share of the tokens; bits beyond the vocabulary are set."""
+    """Returns random masks int32 [len(shares), ceil(vocab / 32)]. Each allows its share of the tokens. Bits beyond the
+    vocabulary are set."""
     allowed = torch.rand(len(shares), -(-vocab // 32) * 32, generator=generator) < torch.tensor(shares)[:, None]
     allowed[:, vocab // 2] = allowed[:, vocab:] = True
     bits = allowed.view(len(shares), -1, 32).long() << torch.arange(32)

@@ -1,4 +1,5 @@
-"""Sums over slots with the next norm: the order of additions to the bit, without a GPU too; its machine code."""
+"""Sums over slots, followed by the next norm. The order of additions is exact to the bit, with and without a GPU. Also tests
+the machine code."""
 
 from __future__ import annotations
 

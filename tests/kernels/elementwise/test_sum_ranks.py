@@ -29,7 +29,7 @@ CASES = [(2, 3, 40), (2, 5, 1536), (3, 1, 1032), (4, 2, 264)]
 
 
 class Memories:
-    """The memories of several ranks on one device: rows [ranks, phases, ranks, ROWS, H], which are empty."""
+    """The memories of several ranks on one device: rows [ranks, phases, ranks, ROWS, H], which are all EMPTY at first."""
 
     def __init__(self, ranks, width, dtype, device):
         self.ranks, self.width = ranks, width

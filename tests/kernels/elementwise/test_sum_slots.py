@@ -1,4 +1,5 @@
-"""Sums over the slots of a token: bit-equal in the defined order of additions, without a GPU too; machine code."""
+"""Sums over the slots of a token. They are bit-equal in the defined order of additions, with and without a GPU. Also tests the
+machine code."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def check(device, dtype, tokens, top_k, width):
 
 
 def interpreted_sums():
-    """In fp16 only: the interpreter truncates float32 to bf16 instead of rounding."""
+    """Checks fp16 only: the interpreter truncates float32 to bf16 instead of rounding."""
     for case in CASES:
         check("cpu", torch.float16, *case)
 

@@ -116,7 +116,8 @@ SHARED = [
     (1, 2, 400, 132),
     (5, 1, 8, 2),
 ]
-"""(tiles along tokens, tiles along channels, iterations, blocks): fewer tiles than blocks, a few more, many times as many."""
+"""(tiles along tokens, tiles along channels, iterations, blocks). There are fewer tiles than blocks, a few more, or many times
+as many."""
 
 
 def shared_work(shape, **more):

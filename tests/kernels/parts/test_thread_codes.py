@@ -1,4 +1,4 @@
-"""Codes of sums in registers: which column a register has, and the product with its constants."""
+"""Sums in registers become codes. Tests which column each register has, and the product with the constants of the columns."""
 
 from __future__ import annotations
 

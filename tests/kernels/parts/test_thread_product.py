@@ -1,4 +1,5 @@
-"""wgmma on registers that the kernel allocates itself: descriptors of the weights, constraints, loads and stores."""
+"""Products by wgmma on registers that the kernel allocates itself. Tests the descriptors of the weights, constraints, loads and
+stores."""
 
 from __future__ import annotations
 

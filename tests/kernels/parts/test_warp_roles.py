@@ -1,4 +1,5 @@
-"""Roles of warpgroups: PTX that moves registers between them, and that names the own thread and warpgroup."""
+"""Roles of warpgroups. Tests the PTX that moves registers between warpgroups, and the PTX that reads a thread's own number and
+warpgroup."""
 
 from __future__ import annotations
 

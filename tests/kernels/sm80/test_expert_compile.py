@@ -24,7 +24,7 @@ from tests.kernels.sm80.test_large_m_compile import check_loop
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FORMATS = [("int2", 1), ("int3", 1), ("fp6_e3m2", 1), ("int8", 64)]
-"""(format, tokens): formats whose words are loaded in different ways; the others are in LARGEST."""
+"""(format, tokens) for formats whose words are loaded in different ways. The other formats are in LARGEST."""
 
 
 def compiled(

@@ -1,4 +1,5 @@
-"""Paged attention of a decode step: against float64, without a GPU in Triton's interpreter; machine code."""
+"""Paged attention of a decode step, compared with float64. Without a GPU it runs in Triton's interpreter. Also tests its
+machine code."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def warps_for(shape):
 
 
 def check_features():
-    """Checks all features; those that do not concern the addressing of kv heads run with a single kv head."""
+    """Checks all features. Features that do not concern the addressing of kv heads run with a single kv head."""
     for name, (given, options) in FEATURES.items():
         if name not in ("plain", "one head each", "groups of 3", "96", "shared pages and padding", "sinks"):
             given = dataclasses.replace(given, heads=given.group, kv_heads=1)
@@ -171,7 +172,7 @@ def compiled(given, tile, sm=90, dtype=torch.float16, norms=None, sinks=None, ta
     ids=str,
 )  # fmt: skip
 def test_nothing_spills_and_pages_are_read_in_vectors_of_16_bytes(head_dim, group, dtype, programs):
-    """Covers all tiles up to the number of parts: registers depend on the number of warps only."""
+    """Covers all tiles, but only one number of parts, since registers depend on the number of warps only."""
     given = shape(4 * group, 4, head_dim)
     for warps, kernel in [(warps, compiled(given, tile_for(given, 32, warps), 90, dtype)) for warps in programs]:
         assert kernel.stack_bytes == 0 and kernel.count("LDL") == kernel.count("STL") == 0, (warps, kernel.registers)
@@ -284,7 +285,7 @@ def test_rows_do_not_feel_each_other(dtype):
 
 @gpu
 def test_many_rows_and_parts_meet():
-    """More programs than fit the GPU at once, repeated: counters end at zero and every run gives the same bits."""
+    """More programs than fit the GPU at once run repeatedly. Counters end at zero, and every run gives the same bits."""
     given = shape(32, 8, 128)
     case = make_case(given, [(331 * i) % 2500 for i in range(64)], device="cuda", padding=8)
     before, tile = case.copy(), tile_for(given, 32)

@@ -86,9 +86,8 @@ def check_straight_line(lines: list[str]) -> None:
 
 
 def check_barriers(config, kernel) -> None:
-    """Asserts that the PTX in this package and Triton's own operations use the same barrier addresses: the allocation is at
-    offset 0.
-    """
+    """Asserts that the PTX in this package and Triton's own operations use the same barrier addresses, that is, that the
+    allocation is at offset 0."""
     # the waits of Triton's own operations: for the loader and for h
     waits = re.findall(r"mbarrier\.try_wait\S* complete, \[(%r\d+)\]", kernel.ptx)
     found = {int(at) for wait in waits for at in re.findall(rf"add\.s32\s+{wait}, %r\d+, (\d+);", kernel.ptx)}
@@ -147,7 +146,8 @@ def check_main_loop(fmt, config, kernel):
     ],
 )  # fmt: skip
 def test_parts_of_k_in_turn(fmt, dtype, zero, tile):
-    """Parts of K that one block computes one after the other share one main loop; registers hold two sets of accumulators."""
+    """One block may compute several parts of K one after the other. They share one main loop, and registers hold two sets of
+    accumulators."""
     config, kernel = compiled(fmt, dtype, 1024, zero=zero, subnormal=zero == "none" and fmt == "int4", tile=tile)
     assert kernel.stack_bytes == 0 and kernel.count("STL") == 0, "registers spilled"
     assert len([line for line in kernel.lines if "HGMMA" in line]) == 8 and kernel.count("WARPGROUP.DEPBAR") == 3
@@ -217,9 +217,9 @@ def test_the_check_of_operands_finds_a_violation():
 
 @pytest.mark.parametrize(
     ("fmt", "m"), [("int4", 64), ("fp8_e5m2", 4096)]
-)  # an integer, and the float format whose scales need the factor
+)  # an integer format, and the float format whose scales need the factor
 def test_a_power_of_two_beside_group_scales_is_not_in_the_main_loop(fmt, m):
-    """The channel factor leaves the main loop unchanged but for at most four moves."""
+    """The channel factor adds at most four moves to the main loop."""
     loops = []
     made = [compiled(fmt, "fp16", m, scale_dtype="bf16", scaled_twice=scaled_twice) for scaled_twice in (False, True)]
     for scaled_twice, (config, kernel) in enumerate(made):
