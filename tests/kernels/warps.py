@@ -95,7 +95,8 @@ class ThreadBlock:
         self.late: tuple[int, int, int, int] | None = None
 
     def complete(self, choice: random.Random) -> None:
-        """Completes one of the copies in flight. If all of them are late, a warp waits for a while."""
+        """Picks one of the copies in flight and completes it. A late copy completes only once no other is in flight, and even
+        then only by chance."""
         index = choice.randrange(len(self.copies))
         if self.late is None and choice.random() < LATE:
             self.late = self.copies[index]

@@ -66,7 +66,7 @@ def check_loop(tile, kernel) -> None:
 
 
 # bf16 dequantizes with other instructions, so the formats that differ most in codes per word run in bf16. Formats of equally
-# many bits load alike, so a format runs in bf16 only, if fp16 has another format of these bits.
+# many bits load alike: such a format runs only in bf16 if fp16 runs another format of these bits.
 @pytest.mark.parametrize(
     "cases",
     batches([*((fmt, "fp16") for fmt in FORMATS if fmt not in ("int8", "fp6_e3m2")), *((fmt, "bf16") for fmt in BF16)]),
