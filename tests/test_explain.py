@@ -24,7 +24,7 @@ from lowbit.quantize import rtn
 from tests.tiny import save_tiny, with_channels
 
 ROOT = Path(__file__).parent.parent
-LAYER = "model.layers.1.mlp.down_proj"  # 64 x 176: tiles with tails
+LAYER = "model.layers.1.mlp.down_proj"  # 64 x 176: its tiles have tails
 PLACES = ((0, 0), (63, 175), (17, 90))
 SCHEMES = [
     "w4a16_g64",

@@ -1,4 +1,5 @@
-"""Layouts of rivals' weights, what they refuse, and the readings of clock and power; their kernels need a GPU."""
+"""Layouts of rivals' weights, which weights rivals refuse, and the readings of clock and power. The rivals' kernels need a
+GPU."""
 
 from __future__ import annotations
 

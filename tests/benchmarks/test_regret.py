@@ -101,9 +101,8 @@ def test_fewer_tokens_are_rarely_slower(rows):
 
 
 def test_few_products_are_slower_than_before_the_costs_were_fitted():
-    """Compares with the tiles chosen until 2026-11-22, for weights of medium size and others. Costs were fitted to most of them
-    (the tuned half). A tile without a time counts as slower.
-    """
+    """Compares with the tiles chosen until 2026-11-22, for weights of medium size and others. Most of these weights are in the
+    half to which costs were fitted. A tile without a time counts as slower."""
     slower, others = [], 0
     for row in load(MEASURED.with_name("2026-11-23-choice-middle.json"))["rows"]:
         chosen, before = now(row), row["us"][row["before"]]

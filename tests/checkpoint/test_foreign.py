@@ -1,4 +1,4 @@
-"""Files that other tools wrote: read as those tools read them, and written back byte by byte."""
+"""Files that other tools wrote are read as those tools read them, and written back byte by byte."""
 
 from __future__ import annotations
 

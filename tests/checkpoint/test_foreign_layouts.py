@@ -1,6 +1,5 @@
-"""Layouts of other tools for all widths and options: random tensors survive writing and reading, and single elements are where
-the tools' descriptions say, computed here with Python's integers.
-"""
+"""Layouts of other tools for all widths and options. Random tensors survive writing and reading. Single elements are where the
+tools' descriptions place them, computed here with Python's integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets of commands: only a checkpoint or an earlier result may be replaced, and never the files being read."""
+"""Targets of commands. Only a checkpoint or an earlier result may be replaced, and never the files that are being read."""
 
 from __future__ import annotations
 

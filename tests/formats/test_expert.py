@@ -1,4 +1,4 @@
-"""The weights of experts: stacked bit for bit, and refused where experts differ."""
+"""The weights of experts are stacked bit for bit. Experts that differ in more than their values are refused."""
 
 from __future__ import annotations
 

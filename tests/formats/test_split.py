@@ -1,6 +1,5 @@
-"""The parts of a weight for tensor-parallel ranks: together they are the whole weight, and their products add up to its
-product.
-"""
+"""The parts of a weight for tensor-parallel ranks. Together they are the whole weight, and their products add up to its
+product."""
 
 from __future__ import annotations
 

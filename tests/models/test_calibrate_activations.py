@@ -1,6 +1,5 @@
-"""Calibrated models whose activations are quantized too: ranges are those of the layers' real inputs, and SmoothQuant runs
-before GPTQ.
-"""
+"""Calibrated models whose activations are quantized too. Ranges are those of the layers' real inputs, and SmoothQuant runs
+before GPTQ."""
 
 from __future__ import annotations
 

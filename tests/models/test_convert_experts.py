@@ -1,4 +1,4 @@
-"""Whole checkpoints with experts: read for Transformers' model, and dequantized into files that it loads."""
+"""Whole checkpoints with experts. They are read into Transformers' model, or dequantized into files that Transformers loads."""
 
 from __future__ import annotations
 

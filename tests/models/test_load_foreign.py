@@ -1,4 +1,5 @@
-"""Other tools' files straight into a model: the result equals that of converting them to a folder and loading the folder."""
+"""Other tools' files are loaded directly into a model. The result equals that of converting them to a folder and loading the
+folder."""
 
 from __future__ import annotations
 
@@ -248,7 +249,7 @@ def test_one_gpu_only():
 
 
 def test_weights_without_a_scheme_are_left_to_the_tool(tmp_path):
-    """NF4 has no scheme: Transformers loads the model with bitsandbytes, or says that bitsandbytes is missing."""
+    """NF4 has no scheme in lowbit. So Transformers loads the model with bitsandbytes, or says that bitsandbytes is missing."""
     with pytest.raises(CheckpointError, match="bitsandbytes"):
         lowbit.load(DATA / "bitsandbytes-nf4-nested", device="cpu")
 

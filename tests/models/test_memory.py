@@ -1,4 +1,4 @@
-"""A calibrated run keeps one decoder layer in memory, whatever their number; loading keeps one layer in two forms."""
+"""A calibrated run keeps one decoder layer in memory, however many there are. Loading keeps at most one layer in two forms."""
 
 from __future__ import annotations
 

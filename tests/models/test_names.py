@@ -1,6 +1,5 @@
-"""Models whose files name tensors otherwise than Transformers names parameters: quantized alike on disk, while loading and
-after converting.
-"""
+"""Files may name tensors differently from the parameters of Transformers' model. Such models are quantized alike on disk and
+while loading, and can be converted."""
 
 from __future__ import annotations
 
@@ -188,7 +187,8 @@ class TestFusedFiles:
         assert torch.equal(outputs("llama", load(tmp_path / "q")), outputs("llama", in_memory))
 
     def test_split_on_the_way_from_another_tools_files(self, source, tmp_path):
-        """Quantized layers are taken over unchanged; the fused tensor is split as Transformers splits it."""
+        """Quantized layers of another tool's files are taken over unchanged. The fused tensor is split as Transformers splits
+        it."""
         quantize_checkpoint(source, tmp_path / "q", "w4a16_g16")
         convert_checkpoint(tmp_path / "q", tmp_path / "gptq", "gptq")
         direct = lowbit.load(tmp_path / "gptq", device="cpu", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Tensor parallelism over two processes: the logits of one process, or the same refusal from both."""
+"""Tensor parallelism over two processes. Both have the logits of one process, or both give the same refusal."""
 
 from __future__ import annotations
 

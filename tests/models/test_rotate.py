@@ -1,4 +1,4 @@
-"""Rotated checkpoints: the model computes the same before weights are quantized, and what cannot be rotated is refused."""
+"""Rotated checkpoints. Before weights are quantized, the model computes the same. Models that cannot be rotated are refused."""
 
 from __future__ import annotations
 
@@ -147,9 +147,8 @@ def test_a_quantized_checkpoint_runs_as_any_other(method, tied, tmp_path):
 
 
 def test_outliers_of_channels_no_longer_decide(tmp_path):
-    """A channel of the residual stream is 100 times larger than the others but no more important: rotation halves the error at
-    least.
-    """
+    """A channel of the residual stream is 100 times larger than the others, but no more important. Rotation at least halves the
+    error."""
     model = random(tiny_llama(tied=False))
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 5] *= 100

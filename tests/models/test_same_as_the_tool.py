@@ -88,7 +88,7 @@ def test_codes_and_scales_are_the_tools_to_the_bit(what, dtype):
     made = quantize_activations(x, name, **options)
     assert same(made.scale, scale.float().reshape(made.scale.shape))
     finite = made.scale.isfinite().expand(*x.shape[:-1], made.scale.shape[-1]).all(-1)
-    infinite = args.dynamic and not args.symmetric  # row 4: from the least to the largest number
+    infinite = args.dynamic and not args.symmetric  # row 4 has the least and the largest number of its dtype
     assert finite[0].tolist() == [row != 4 or not infinite for row in range(40)]
     assert torch.equal(bits(made.codes)[finite], bits(codes)[finite])
     if not args.symmetric and args.dynamic:

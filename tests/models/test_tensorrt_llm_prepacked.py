@@ -1,6 +1,5 @@
-"""TensorRT-LLM's checkpoints whose bytes are in the order of a GPU: made here, element by element and without `lowbit.pack`, by
-a preprocessor written from TensorRT-LLM's description, and read back as the same model.
-"""
+"""TensorRT-LLM's checkpoints whose bytes are in the order of a GPU. The tests make them element by element and without
+`lowbit.pack`, with a preprocessor that follows TensorRT-LLM's description. They are read back as the same model."""
 
 from __future__ import annotations
 

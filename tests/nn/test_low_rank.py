@@ -1,4 +1,5 @@
-"""Low-rank corrections in a layer: added to the product, kept when saved and tied, refused where nothing would add them."""
+"""Low-rank corrections in a layer. They are added to the product, and kept when layers are saved and tied. Code that would not
+add them is refused."""
 
 from __future__ import annotations
 

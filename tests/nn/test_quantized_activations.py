@@ -1,4 +1,5 @@
-"""Layers whose input is quantized too: compared with a plain simulation, after saving, with input transforms, on a GPU."""
+"""Layers whose input is quantized too, compared with a plain simulation: also after saving, with input transforms, and on a
+GPU."""
 
 from __future__ import annotations
 

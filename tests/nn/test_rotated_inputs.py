@@ -1,4 +1,4 @@
-"""Layers that rotate their input: bit for bit what a layer without rotation computes of the rotated input."""
+"""Layers that rotate their input. The result is bit-equal to that of a layer without rotation on the rotated input."""
 
 from __future__ import annotations
 

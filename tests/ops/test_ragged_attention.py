@@ -1,4 +1,5 @@
-"""Attention of concatenated sequences: each attends to its own tokens only, as computed alone; refusals."""
+"""Attention of concatenated sequences. Each sequence attends to its own tokens only, as if computed alone. Also tests
+refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Routing of tokens to experts: against Transformers' routers; every slot in one tile; experts of other ranks; ties and NaN."""
+"""Routing of tokens to experts. Results equal those of Transformers' routers, and every slot is in one tile. Also tests experts
+of other ranks, ties and NaN."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The meaning of sampling settings: kept tokens and distributions equal Transformers' logits processors, and samples follow
-them.
-"""
+"""The meaning of sampling settings. Kept tokens and distributions equal those of Transformers' logits processors, and samples
+follow these distributions."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ def drawn(logits, rows, state, any_filter=True):
 
 
 def of_transformers(logits, s, answer):
-    """Scores [V] after Transformers' processors for the same settings; OpenAI's formula where Transformers has none."""
+    """Returns the scores [V] after Transformers' processors for the same settings. For settings that Transformers lacks,
+    OpenAI's formula is used."""
     ids, scores = torch.tensor([[*PROMPT, *answer]]), logits.float()[None].clone()
     if s.min_new_tokens:
         scores = processors.MinNewTokensLengthLogitsProcessor(len(PROMPT), s.min_new_tokens, list(ENDS))(ids, scores)
@@ -153,7 +153,8 @@ def test_equals_at_a_threshold_are_all_kept():
 
 
 def test_the_random_numbers_are_philox():
-    """Philox4x32-10 for all zeros and all ones: the first two words of the authors' known answers (Random123, kat_vectors)."""
+    """Philox4x32-10 has known answers for inputs of all zeros and of all ones (Random123, kat_vectors). The first two words of
+    each are compared."""
     assert sampling.philox(0, 0) == 0xE169C58D_6627E8D5
     ones = sampling.philox((1 << 64) - 1, (1 << 32) - 1)
     assert ones == sampling.philox(-1, -1)

@@ -1,4 +1,4 @@
-"""Products of experts with 8-bit x beside a float64 product of the same numbers: on a CPU, and on a GPU the kernel."""
+"""Products of experts with 8-bit x, compared with a float64 product of the same numbers. On a GPU the kernel is tested too."""
 
 from __future__ import annotations
 

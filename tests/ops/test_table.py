@@ -1,6 +1,5 @@
-"""The table of kernels: one row runs, every other row gives reasons against itself, and the printed kernel is the launched
-one.
-"""
+"""The table of kernels. One row runs, and every other row gives reasons against itself. The printed kernel is the launched
+one."""
 
 from __future__ import annotations
 
@@ -77,9 +76,8 @@ def test_there_is_a_tile_for_everything(scheme, invariant):
 
 
 def test_sums_of_batch_invariant_tiles_do_not_depend_on_m():
-    """For any m, K has the same number of parts (split-K, or parts within one block) and small-M tiles divide it over the same
-    number of warps. Integer sums are exact, so their number of splits is free.
-    """
+    """For any m, K has the same number of parts, either by split-K or within one block. Small-M tiles divide K over the same
+    number of warps. Integer sums are exact, so their number of splits may change."""
     for m in MS:
         assert re.search("wgmma.*(K split 4|4 parts of K in turn)", describe(on_h200("w4a16_g128", m, batch_invariant=True)))
         assert "K split 1" in describe(on_h200("fp8", m, batch_invariant=True))

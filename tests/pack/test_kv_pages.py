@@ -1,4 +1,4 @@
-"""Packed pages of keys and values: what is written is read, in fragment order, and nothing else changes."""
+"""Packed pages of keys and values, in fragment order. What is written is read again, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls by the engine: the same answers as Transformers' `generate`, and streams."""
+"""Calls that the engine computes, and streams. Answers are those of Transformers' `generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lowbit compile`: the kernels of a whole model, found and compiled without a GPU, and used with one."""
+"""`lowbit compile` finds and compiles the kernels of a whole model without a GPU. On a GPU, starts and requests use them."""
 
 from __future__ import annotations
 

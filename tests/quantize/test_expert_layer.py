@@ -1,4 +1,4 @@
-"""Experts quantized with the tokens that reach them: on other tokens they are closer than experts rounded to nearest."""
+"""Experts are quantized with the tokens that reach them. On other tokens they are closer than experts rounded to nearest."""
 
 from __future__ import annotations
 

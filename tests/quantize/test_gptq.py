@@ -1,6 +1,5 @@
-"""GPTQ against slow optimal brain quantization in float64: columns one at a time; the inverse Hessian of the remaining columns
-is updated by elimination, without a factorization.
-"""
+"""GPTQ equals slow optimal brain quantization in float64. That takes one column at a time, and updates the inverse Hessian of
+the remaining columns by elimination, without a factorization."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NAME = "tiny"
 FREE = 0.05
 """Seconds between checks of a condition."""
 PATIENCE = 120.0
-"""Seconds until a condition counts as failed: conditions are met at once, but for a busy machine."""
+"""Seconds until a condition counts as failed. Conditions are met at once, except on a busy machine."""
 
 
 def tiny_pipeline(engine=True, **options):
@@ -74,7 +74,7 @@ class Running:
             time.sleep(FREE)
 
     def client(self, **options):
-        """An HTTP client without certificates: reading them takes longer than most answers."""
+        """Returns an HTTP client without certificates, since reading certificates takes longer than most answers."""
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         return httpx.Client(base_url=self.url, timeout=PATIENCE, headers=headers, verify=False, **options)
 

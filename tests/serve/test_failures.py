@@ -1,4 +1,4 @@
-"""A failure of one request fails that request alone: answers to others keep every bit, and the server continues."""
+"""A failure of one request fails only that request. Answers to others keep every bit, and the server continues."""
 
 from __future__ import annotations
 

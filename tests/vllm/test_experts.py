@@ -96,7 +96,7 @@ def routed(tokens=7, seed=3):
 
 
 def expected(dense, x, experts, factors):
-    """The sum over a token's experts in float64, of dequantized matrices."""
+    """Returns the sum over each token's experts, in float64, of products with dequantized matrices."""
     y = torch.zeros(len(x), H, dtype=torch.float64)
     for token in range(len(x)):
         for e, factor in zip(experts[token].tolist(), factors[token].double(), strict=True):
