@@ -271,8 +271,8 @@ def test_random_text_is_not_slowed(model):
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.5), Sampling(temperature=0.7, top_k=6)], ids=("all", "top-k"))
 def test_the_distribution_is_that_of_plain_sampling(model, oracle, sampling):
     """Pairs of tokens have the distribution of plain sampling. A step guesses the most likely token and so samples up to two
-    tokens. Over many seeds, chi-squared compares the 8 most likely pairs and the rest. Only sequences count that begin with the
-    most likely token, since only then is a guess made."""
+    tokens. Over many seeds, chi-squared compares the 8 most likely pairs and the rest. Only sequences count whose first token,
+    sampled before the first guess, is the most likely one."""
 
     def probabilities(tokens_):
         scaled = model(torch.tensor([tokens_])).logits[0, -1].detach() / sampling.temperature

@@ -112,7 +112,8 @@ def test_a_second_signal_ends_the_process_without_an_abort(signals, folder):
 
 @pytest.mark.parametrize("where", ["unread", "full"])
 def test_a_blocked_standard_error_does_not_block_the_server(where, folder):
-    """Standard error is a pipe that nobody reads, which fills after 200 lines of log, or a disk that is full from the start."""
+    """Standard error is a pipe that nobody reads, which is full after half of the 200 lines of log, or a disk that is full from
+    the start."""
     assert int(forked(SERVING, folder, where, imported=IMPORTED)) == 0
 
 
