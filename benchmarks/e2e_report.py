@@ -95,15 +95,15 @@ def failed(document: dict[str, Any]) -> list[str]:
 
 
 def _weights(row: dict[str, Any]) -> str:
-    """Returns the scheme, or "16 bits" with the library of its products, the format of keys and values unless they have 16
-    bits, and the name of another generation loop."""
+    """Returns the row's scheme, or "16 bits" and the library of the products. Also names the format of keys and values unless
+    they have 16 bits, and the generation loop unless it is lowbit's."""
     products, impl = row.get("products"), row["impl"].removeprefix("transformers ")
     details = (products, stored_kv(row), None if impl == "lowbit" else impl)
     return ", ".join([row["scheme"] or "16 bits", *filter(None, details)])
 
 
 def stored_kv(row: dict[str, Any]) -> str:
-    """Returns the format of a row's keys and values, or nothing for 16 bits."""
+    """Returns the format of a row's keys and values; an empty string for 16 bits."""
     kv = row.get("kv_dtype") or "float16"
     return "" if kv in ("float16", "bfloat16") else f"KV {kv}"
 
@@ -173,7 +173,7 @@ def _users(axis: Any, rows: list[dict[str, Any]], title: str, theme: Theme) -> N
 
 
 def _line_of(row: dict[str, Any]) -> tuple[str | None, str, str | None]:
-    """Returns what a line of the plot is for: scheme, loop, and the type of keys and values."""
+    """Returns what distinguishes the lines of a plot: scheme, implementation, and the type of keys and values."""
     return row["scheme"], row["impl"], row.get("kv_dtype")
 
 

@@ -1,6 +1,7 @@
-"""Two GPUs beside one, run by test_ranks_gpu.py in a process of its own: prints what it found as JSON.
+"""Compares a model on two GPUs with the same model on one, and prints the results as JSON.
 
-torch's peer memory serves the first group of ranks of a process, hence one case each.
+test_ranks_gpu.py runs this in a separate process for each case, since torch's peer memory serves only the first group of ranks
+of a process.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ VOCAB = 4000
 LENGTHS = (1, 2, 77, 128, 129, 600)
 GPU = torch.device("cuda")
 OPTIONS = {"max_concurrent": 8, "cache_bytes": 1 << 28, "prefix_caching": False, "step_ms": None}
-"""Neither cached pages nor time decides which tokens are computed together: requests have the same bits twice."""
+"""Which tokens are computed together depends neither on cached pages nor on time, so that two runs of the requests have the
+same bits."""
 
 
 def save(folder):
-    """A model whose next token depends on all tokens before; on each of two ranks a group of 128 ends within its columns."""
+    """Saves a model whose next token depends on all tokens before. A cut over two ranks divides one of its groups of 128
+    columns."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=1024, intermediate_size=2944, num_hidden_layers=3, num_attention_heads=8,
@@ -61,8 +64,7 @@ def generated(engine):
 
 @torch.inference_mode()
 def check_peers(engine):
-    """The largest error of sums over peer memory, in roundings of the sum, for several numbers of rows; and whether the kernel
-    returned as many bits as NCCL."""
+    """Returns the largest error of sums over peer memory, in roundings of the sum, for several numbers of rows."""
     ranks = engine.program.ranks
     peers = ranks.peers
     assert isinstance(peers, Peers), peers
@@ -121,6 +123,7 @@ def main(folder, scheme, ends):
 
 
 if __name__ == "__main__":
-    from tests.engine import ranks_of_gpus  # other ranks look for functions where they are imported from
+    # other ranks import functions by the name of their module, which must not be `__main__`
+    from tests.engine import ranks_of_gpus
 
     ranks_of_gpus.main(*sys.argv[1:])

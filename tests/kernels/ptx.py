@@ -1,9 +1,9 @@
 """Executes a kernel's PTX without a GPU, in NumPy: all threads of a block at once, block after block.
 
-It knowsthe instructions that Gluon kernels of this library compile to, and raises NotImplementedError for others. Every access
-to memory is checked: global addresses lie in the tensors of the call, shared addresses in the block's memory. Threads run in
-lockstep, so branches must be uniform and a missing barrier is not found. Sums of products of tensor cores are exact and rounded
-once. Source of the semantics: PTX ISA.
+It knows the instructions to which the Gluon kernels of this library compile, and raises NotImplementedError for others. Every
+access to memory is checked: global addresses must lie in the tensors of the call, shared addresses in the block's memory.
+Threads run in lockstep, so branches must be uniform, and missing barriers are not found. Sums of products of tensor cores are
+exact and rounded once. Source of the semantics: PTX ISA.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Block:
         elif re.fullmatch(r"-?(0x)?[0-9a-fA-F]+U?", operand):
             value = int(operand.rstrip("U"), 0) & 0xFFFFFFFFFFFFFFFF
         else:
-            value = 0  # a register that nothing has written
+            value = 0  # the register has not been written yet
         return np.full(self.threads, value, np.uint64)
 
     def value(self, operand, kind: str) -> np.ndarray:

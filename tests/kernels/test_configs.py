@@ -93,7 +93,7 @@ CONFIGS = [
 
 def others(value):
     """Copies of `value`, each with one field changed, at any depth."""
-    if isinstance(value, RouterRule):  # most other values of its fields are refused
+    if isinstance(value, RouterRule):  # RouterRule refuses most other values of its fields
         return [RouterRule(4), RouterRule(8, "sigmoid", normalize=True), RouterRule(8, scale=2.0)]
     if dataclasses.is_dataclass(value):
         fields = [(f.name, other) for f in dataclasses.fields(value) for other in others(getattr(value, f.name))]

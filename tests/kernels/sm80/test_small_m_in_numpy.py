@@ -126,9 +126,7 @@ def room(plan):
 
 SCHEMES = [("w4a16_g128", 512), ("w6e3m2a16", 400), ("w5a16_g64", 648)]
 CASES = [[(*SCHEMES[i], TILES[j]) for j in range(4) for i in range(3) if (i + j) % 2 == end] for end in range(2)]
-"""Every scheme with every tile. Half of the pairs run with each of two epilogues, since an epilogue does not depend on
-codes.
-"""
+"""Every scheme with every tile. An epilogue does not depend on codes, so each of two epilogues runs with half of the pairs."""
 
 
 @pytest.mark.parametrize(("scheme", "k", "tile"), CASES[0], ids=str)
@@ -170,7 +168,7 @@ ROWS = [
     RingTile(8, 2, 2, 1, 2, 1), RingTile(8, 4, 1, 2, 1, 1, 0, 2), RingTile(16, 3, 2, 1, 2, 3, 0, 2),
     RingTile(16, 1, 2, 1, 4, 1), RingTile(8, 3, 1, 1, 4, 1, 0, 1),
 ]  # fmt: skip
-"""Rings that hold more and less than a K of 128, down to one slot; split-K; two rows of warps."""
+"""Rings with more slots and with fewer slots than a K of 128 needs, down to one slot; split-K; two rows of warps."""
 
 
 def rows(n, k, m):
@@ -186,7 +184,7 @@ def paired(t):
 
 
 @pytest.mark.parametrize(
-    # K of whole passes over the ring, of less than one pass, and of a partial last pass; two of these for each tile.
+    # K takes whole passes over the ring, less than one pass, or a partial last pass. Two of these run for each tile.
     ("tile", "k"), [(tile, k) for i, tile in enumerate(ROWS) for k in np.roll([384, 520, 1024], i)[:2].tolist()], ids=str
 )  # fmt: skip
 def test_rows_with_norm_and_gate(tile, k):
