@@ -26,7 +26,7 @@ from lowbit.formats.conv import ACTIVATIONS, ConvLayer
 from lowbit.pack.stem import PIXEL_BYTES
 from lowbit.vision.bits import assign_bits, calibrate
 from lowbit.vision.device import DeviceProgram
-from lowbit.vision.fusion import KERNEL_FUSIONS, UNMEASURED_FUSIONS
+from lowbit.vision.fusion import KERNEL_FUSIONS
 from lowbit.vision.graph import Graph
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.memory import stems
@@ -48,7 +48,7 @@ from lowbit.vision.trace import FUSIONS as GRAPH_FUSIONS
 from lowbit.vision.trace import fuse, unfused
 
 FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
-"""Fusions with rows in result files; "pairs" and "whole" are not measured yet."""
+"""Fusions with rows in result files."""
 
 SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
 """Scheme by storage of activations. Weights keep 8 bits: 4-bit weights would not be faster, as weights are 0.1 % of the bytes
@@ -67,10 +67,9 @@ def traced(device: str) -> tuple[Graph, Tensor]:
 
 def up_to(fusion: str) -> tuple[str, ...]:
     """Returns the fusions of the row of this name. Raises ValueError for an unknown name."""
-    known = (*FUSIONS, *UNMEASURED_FUSIONS)
-    if fusion not in known:
-        raise ValueError(f"fusions are {', '.join(known)}, got {fusion!r}")
-    return known[1 : known.index(fusion) + 1]
+    if fusion not in FUSIONS:
+        raise ValueError(f"fusions are {', '.join(FUSIONS)}, got {fusion!r}")
+    return FUSIONS[1 : FUSIONS.index(fusion) + 1]
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.formats.conv import ConvLayer
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.conv import MOST_WIDTH, WHOLE_WIDTH, Size, block_refusals, pair_layout, whole_refusals
+from lowbit.kernels.choose.conv import MOST_WIDTH, WHOLE_WIDTH, Size, bottleneck_refusals, pair_layout
 from lowbit.kernels.reference.conv import conv_reference
 from lowbit.ops.conv import ALIGNED_BYTES, device_for
 from lowbit.ops.register import on_device_of_first
@@ -98,8 +98,7 @@ def prepare_block(
     if wanted.type not in ("cpu", "cuda"):
         raise ValueError(f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {wanted.type}")
     machine = machine_of(wanted) if wanted.type == "cuda" else None
-    refusals = block_refusals if second.channels == CHANNELS else whole_refusals
-    reasons = refusals(second.spec, third.spec, following.spec, size, machine)
+    reasons = bottleneck_refusals(second.spec, third.spec, following.spec, size, machine)
     if reasons:
         raise ValueError(f"{second.name or 'the block'} cannot run whole on {wanted}: {'; '.join(reasons)}")
     return ConvBlock(second.to(wanted), third.to(wanted), following.to(wanted), wanted)

@@ -5,11 +5,11 @@ The codes stay the same, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.conv import block_refusals, pair_refusals, whole_refusals
+from lowbit.kernels.choose.conv import bottleneck_refusals, pair_refusals
 from lowbit.ops.conv import STEM_POOL, stem_pool_refusals
 from lowbit.vision.memory import stems
 from lowbit.vision.program import (
@@ -24,31 +24,24 @@ from lowbit.vision.program import (
     Quantize,
 )
 
-KERNEL_FUSIONS = ("stem", "blocks")
-""""stem": a stem and its max-pool. "blocks": the second and third convolution of a 64-channel bottleneck and the first one
-of the next."""
-
-UNMEASURED_FUSIONS = ("pairs", "whole")
-"""Fusions that are made only where they are asked for. "pairs": the third convolution of a bottleneck and the first one of the
-next. "whole": as "blocks", with 128 or 256 channels; pairs are what is left."""
+KERNEL_FUSIONS = ("stem", "blocks", "pairs")
+""""stem": a stem and its max-pool. "blocks": the second and third convolution of a bottleneck of 64, 128 or 256 channels and
+the first one of the next. "pairs": of what is left, the third convolution and the first one of the next."""
 
 
 def fused(
     program: Program, batch: int, machine: Machine | None, fusions: Collection[str] = KERNEL_FUSIONS
 ) -> Program:  # fmt: skip
     """Returns the program with the fusions that kernels of `machine` support (None: a CPU). Raises ValueError for a name
-    that is not in `KERNEL_FUSIONS` or `UNMEASURED_FUSIONS`."""
-    known = (*KERNEL_FUSIONS, *UNMEASURED_FUSIONS)
-    unknown = sorted(set(fusions) - set(known))
+    that is not in `KERNEL_FUSIONS`."""
+    unknown = sorted(set(fusions) - set(KERNEL_FUSIONS))
     if unknown:
-        raise ValueError(f"fusions of kernels are {', '.join(known)}, got {unknown[0]!r}")
+        raise ValueError(f"fusions of kernels are {', '.join(KERNEL_FUSIONS)}, got {unknown[0]!r}")
     program = with_codes_of_means(program)
     if "stem" in fusions:
         program = with_pooled_stems(program, machine)
     if "blocks" in fusions:
-        program = with_blocks(program, batch, machine, block_refusals)
-    if "whole" in fusions:
-        program = with_blocks(program, batch, machine, whole_refusals)
+        program = with_blocks(program, batch, machine)
     return with_pairs(program, batch, machine) if "pairs" in fusions else program
 
 
@@ -65,11 +58,8 @@ def with_codes_of_means(program: Program) -> Program:
     return replace(program, operations=tuple(operations.values()))
 
 
-def with_blocks(
-    program: Program, batch: int, machine: Machine | None, refusals: Callable[..., tuple[str, ...]]
-) -> Program:  # fmt: skip
-    """Returns the program with three convolutions merged into a `FusedBottleneck` wherever a kernel supports them: where
-    `refusals` of their specs, the size and the machine is empty.
+def with_blocks(program: Program, batch: int, machine: Machine | None) -> Program:
+    """Returns the program with three convolutions merged into a `FusedBottleneck` wherever a kernel supports them.
 
     Only the third convolution may read the second's output. Other operations may read the third's output too.
     """
@@ -86,7 +76,7 @@ def with_blocks(
         for op in program.operations:
             if not isinstance(op, Convolve) or op.y not in operations or op.inputs != (third.y,):
                 continue
-            if not refusals(second.layer.spec, third.layer.spec, op.layer.spec, size, machine):
+            if not bottleneck_refusals(second.layer.spec, third.layer.spec, op.layer.spec, size, machine):
                 operations[third.y] = FusedBottleneck(second, third, op)
                 del operations[second.y], operations[op.y]
                 break

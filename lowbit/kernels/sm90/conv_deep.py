@@ -3,7 +3,8 @@
 Computes the same as sm90/conv.py, for channels and outputs that are multiples of 128. In sm90/conv.py each small block copies
         its weights separately, for which L2 bandwidth is too low to keep the tensor cores busy. Here 16 KB of weights serve 192
         pixels. For same-size convolutions pixels are copied once for all taps (strips), else tap by tap. Layers with few pixels
-        use tiles of 64 pixels, which gain from the deep ring and from unpacking ahead
+        use tiles of 64 pixels, which gain from the deep ring and from unpacking ahead. With two products registers hold the
+        sums of both, so x is read in smaller chunks (`multiply_chunks`)
 Reads   x by TMA in strips (parts/strip_ring.py) or in im2col mode (parts/window_ring.py), as operand A by ldmatrix; w in the
         tiles of pack/conv_weight.py by bulk copies; residual codes from global memory
 Roles   one warp loads; 1 or 3 warpgroups of 64 pixels multiply and store, not synchronised with each other: one requantizes
@@ -451,9 +452,8 @@ def multiply_chunks(at, steps, row, base, thread, C: gl.constexpr):
                 sums = wait(sums, 1, SUMS)
                 fence_registers(held, turn, 4)
                 held = registers
-                if chunk + plane == 0:
-                    if not C.resident:
-                        run(C.w_barriers.give, "=r,r,r", [nought + before, first * (step > 0).to(gl.int32)])
+                if chunk + plane == 0 and not C.resident:
+                    run(C.w_barriers.give, "=r,r,r", [nought + before, first * (step > 0).to(gl.int32)])
         run(C.x_barriers.give, "=r,r,r", [nought + x_stage, first])
         before = w_stage
         x_stage, x_phase = following(x_stage, x_phase, C.x_stages, 1)

@@ -125,11 +125,6 @@ class PairConv(PairTile, Warps):
         return Requantize(self.storage, None, True)
 
     @property
-    def streams(self) -> bool:
-        """True if x and the shortcut's input do not fit in registers."""
-        return self.entry > 256
-
-    @property
     def lane_place(self) -> str:
         """PTX that returns in $0 the address of the constants for thread $1."""
         return (
@@ -250,34 +245,7 @@ def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, first, second, residu
 
 
 @gluon.jit
-def streamed_product(
-    at, first: gl.constexpr, vectors: gl.constexpr, base, tile: gl.constexpr, turn, C: gl.constexpr
-):  # fmt: skip
-    """Returns the sums of a chunk of a product. Its input does not fit in registers: `vectors` vectors of each row in the
-    thread's own shared memory, from vector `first` on, of which those of one k block are loaded at a time. The weights start at
-    tile `tile` of a stage."""
-    P: gl.constexpr = C.third
-    COUNT: gl.constexpr = C.step_vectors
-    BLOCKS: gl.constexpr = vectors // COUNT
-    SUMS: gl.constexpr = C.chunk // 2
-    sums = ()
-    held = ()
-    for block in gl.static_range(BLOCKS):
-        upper = copied(at, first + COUNT * block, COUNT, C)
-        lower = copied(at, first + vectors + COUNT * block, COUNT, C)
-        registers = operand_of(upper, lower, 4 * COUNT, C)
-        sums = start(sums, registers, base, tile + block, 4, block > 0, P)
-        if block > 0:
-            sums = wait(sums, 1, SUMS)
-            fence_registers(held, turn, 16)
-        held = registers
-    sums = wait(sums, 0, SUMS)
-    fence_registers(held, turn, 16)
-    return sums
-
-
-@gluon.jit
-def shortcut_step(operand, entry, own, ring, at, g, turn, thread, C: gl.constexpr):
+def shortcut_step(operand, entry, ring, at, g, thread, C: gl.constexpr):
     """Computes 128 outputs of y with a shortcut, a chunk at a time; returns the words of both rows and the next stage. Stages
     are read in the order of `PairLayout.iteration`."""
     CHUNKS: gl.constexpr = 128 // C.chunk
@@ -297,14 +265,8 @@ def shortcut_step(operand, entry, own, ring, at, g, turn, thread, C: gl.constexp
             x_base, x_stage, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
         if chunk * ENTRY_BLOCKS % TILES == 0:
             entry_base, entry_stage, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
-        if C.streams:
-            first = streamed_product(own, C.x_vector, C.x_vectors, x_base[0], chunk * X_BLOCKS % TILES, turn, C)
-            second = streamed_product(
-                own, C.entry_vector, C.entry_vectors, entry_base[0], chunk * ENTRY_BLOCKS % TILES, turn, C
-            )  # fmt: skip
-        else:
-            first = start((), operand, x_base[0], chunk * X_BLOCKS % TILES, 4 * X_BLOCKS, False, P)
-            second = start((), entry, entry_base[0], chunk * ENTRY_BLOCKS % TILES, 4 * ENTRY_BLOCKS, False, P)
+        first = start((), operand, x_base[0], chunk * X_BLOCKS % TILES, 4 * X_BLOCKS, False, P)
+        second = start((), entry, entry_base[0], chunk * ENTRY_BLOCKS % TILES, 4 * ENTRY_BLOCKS, False, P)
         found = finish_chunk(chunk, 0, first, second, (), at, g, C)
         words = (words[0] + found[0], words[1] + found[1])
         if (chunk + 1) * ENTRY_BLOCKS % TILES == 0:
@@ -626,10 +588,10 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
             )  # fmt: skip
             for _block in gl.static_range(X_BLOCKS):
                 strip, strip_phase = following(strip, strip_phase, 2, 1)
-        elif not C.streams:
+        else:
             operand = copied_operand(here[0], C.x_vector, C.x_vectors, C)
         entry = ()
-        if C.entry > 0 and not C.streams:
+        if C.entry > 0:
             entry = copied_operand(here[0], C.entry_vector, C.entry_vectors, C)
         y_row = y + (pixel * Y_WORDS + here[1] * 4)
         next_pixel = pixel + stride * PIXELS
@@ -641,9 +603,7 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
             at = constants + step * 512
             words = ((), ())
             if C.entry > 0:
-                words, stage, phase = shortcut_step(
-                    operand, entry, here[0], (stage, phase, base), at, factor, turn, thread, C
-                )  # fmt: skip
+                words, stage, phase = shortcut_step(operand, entry, (stage, phase, base), at, factor, thread, C)
             else:
                 other = PLACE - place
                 if step + 1 < first_step + STEPS:
@@ -656,8 +616,7 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
                 place = other
                 words, stage, phase = residual_step(operand, residual, (stage, phase, base), at, factor, thread, C)
             store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
-        if not C.streams:
-            fence_registers(operand + entry, turn, 16 * (X_BLOCKS + ENTRY_BLOCKS))
+        fence_registers(operand + entry, turn, 16 * (X_BLOCKS + ENTRY_BLOCKS))
         if C.entry > 0:
             copy_inputs(x, added, next_pixel, next_step, geometry, here, C)
             commit_copies()

@@ -15,9 +15,9 @@ from lowbit.kernels.reference.conv import conv_reference
 from lowbit.kernels.sm90.conv_deep import PreparedDeep, deep_config, deep_conv
 from lowbit.pack.conv_weight import WgmmaTiles
 from lowbit.pack.nhwc64 import Nhwc64
-from tests.kernels.sass import TRITON, batches, compile_kernel
+from tests.kernels.sass import batches, compile_kernel
 from tests.kernels.sm90.test_compile import check_straight_line
-from tests.kernels.sm90.test_conv import OPERAND, check_products_in_flight, codes_of, layer, product_loops
+from tests.kernels.sm90.test_conv import OPERAND, codes_of, layer, product_loops
 
 WIDE = (3, 1)
 TILES = [WIDE, (1, 1), (1, 2)]
