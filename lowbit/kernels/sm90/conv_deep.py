@@ -453,7 +453,7 @@ def multiply_chunks(at, steps, row, base, thread, C: gl.constexpr):
                 fence_registers(held, turn, 4)
                 held = registers
                 if chunk + plane == 0 and not C.resident:
-                    run(C.w_barriers.give, "=r,r,r", [nought + before, first * (step > 0).to(gl.int32)])
+                    run(C.w_barriers.give, "=r,r,r", [nought + before, first * (nought + step > 0).to(gl.int32)])
         run(C.x_barriers.give, "=r,r,r", [nought + x_stage, first])
         before = w_stage
         x_stage, x_phase = following(x_stage, x_phase, C.x_stages, 1)
