@@ -35,7 +35,6 @@ from lowbit.vision.program import (
     AverageCodes,
     Convolve,
     FusedBottleneck,
-    FusedPair,
     Operation,
     PoolAverage,
     PoolMax,
@@ -136,9 +135,6 @@ def labels(program: Program) -> dict[str, str]:
             case FusedBottleneck():
                 found[op.also] = op.third.layer.name
                 found[op.y] = f"{op.second.layer.name} to {op.following.layer.name}"
-            case FusedPair():
-                found[op.also] = op.third.layer.name
-                found[op.y] = f"{op.third.layer.name} and {op.following.layer.name}"
             case SumCodes():
                 found[op.y] = f"{found[op.x]} {'ReLU' if op.other is None else 'sum'}"
             case PoolMax():
@@ -155,10 +151,8 @@ def labels(program: Program) -> dict[str, str]:
 def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, float]:
     """Returns the bytes of inputs, weights and output, and the operations, of one operation for a batch."""
     moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *outputs_of(operation)))
-    if isinstance(operation, (FusedBottleneck, FusedPair)):
-        convs = [operation.third, operation.following]
-        convs += [operation.second] if isinstance(operation, FusedBottleneck) else []
-        parts = [(conv, work_of(conv, program, batch)) for conv in convs]
+    if isinstance(operation, FusedBottleneck):
+        parts = [(conv, work_of(conv, program, batch)) for conv in (operation.second, operation.third, operation.following)]
         return moved + sum(_weights_of(conv) for conv, _ in parts), sum(work for _, (_, work) in parts)
     if not isinstance(operation, Convolve):
         return moved, 0.0

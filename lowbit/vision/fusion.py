@@ -9,14 +9,13 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.conv import bottleneck_refusals, pair_refusals
+from lowbit.kernels.choose.conv import bottleneck_refusals
 from lowbit.ops.conv import STEM_POOL, stem_pool_refusals
 from lowbit.vision.memory import stems
 from lowbit.vision.program import (
     AverageCodes,
     Convolve,
     FusedBottleneck,
-    FusedPair,
     Operation,
     PoolAverage,
     PoolMax,
@@ -24,9 +23,9 @@ from lowbit.vision.program import (
     Quantize,
 )
 
-KERNEL_FUSIONS = ("stem", "blocks", "pairs")
+KERNEL_FUSIONS = ("stem", "blocks")
 """"stem": a stem and its max-pool. "blocks": the second and third convolution of a bottleneck of 64, 128 or 256 channels and
-the first one of the next. "pairs": of what is left, the third convolution and the first one of the next."""
+the first one of the next."""
 
 
 def fused(
@@ -40,9 +39,7 @@ def fused(
     program = with_codes_of_means(program)
     if "stem" in fusions:
         program = with_pooled_stems(program, machine)
-    if "blocks" in fusions:
-        program = with_blocks(program, batch, machine)
-    return with_pairs(program, batch, machine) if "pairs" in fusions else program
+    return with_blocks(program, batch, machine) if "blocks" in fusions else program
 
 
 def with_codes_of_means(program: Program) -> Program:
@@ -79,24 +76,6 @@ def with_blocks(program: Program, batch: int, machine: Machine | None) -> Progra
             if not bottleneck_refusals(second.layer.spec, third.layer.spec, op.layer.spec, size, machine):
                 operations[third.y] = FusedBottleneck(second, third, op)
                 del operations[second.y], operations[op.y]
-                break
-    return replace(program, operations=tuple(operations.values()))
-
-
-def with_pairs(program: Program, batch: int, machine: Machine | None) -> Program:
-    """Returns the program with a convolution that adds something and one that reads its output merged into a `FusedPair`
-    wherever a kernel supports them. Other operations may read the output of the first one too."""
-    operations = {operation.y: operation for operation in program.operations}
-    for third in program.operations:
-        if not isinstance(third, Convolve) or (third.residual is None) == (third.second is None):
-            continue
-        shape = program.values[third.y].shape
-        for op in program.operations:
-            if not isinstance(op, Convolve) or op.y not in operations or op.inputs != (third.y,) or len(shape) != 3:
-                continue
-            if not pair_refusals(third.layer.spec, op.layer.spec, (batch, shape[1], shape[2]), machine):
-                operations[third.y] = FusedPair(third, op)
-                del operations[op.y]
                 break
     return replace(program, operations=tuple(operations.values()))
 

@@ -26,8 +26,8 @@ from lowbit.kernels.choose.conv import (
     deep_tile,
     resident_tiles,
 )
+from lowbit.pack.conv_deep_block import ThirdStages
 from lowbit.pack.conv_fragment import MmaFragments
-from lowbit.pack.conv_pair import ThirdStages
 from lowbit.pack.conv_weight import WgmmaTiles
 from lowbit.pack.stem import StemImages
 from lowbit.pack.stem_fragment import StemFragments
@@ -93,7 +93,7 @@ def test_the_layers_of_resnets_have_their_measured_tiles():
         for batch, letter in zip((1, 16, 128), tiles, strict=True):
             choice, (kernel, tile) = choose_conv(spec, (batch, size, size), H200), TILES[letter]
             if batch == 128 and (spec.channels, spec.outputs) == (512, 2048) and spec.residual == spec.x:
-                assert choice.kernel == "sm90/conv_pair" and isinstance(choice.layout, ThirdStages)
+                assert choice.kernel == "sm90/conv_deep_block" and isinstance(choice.layout, ThirdStages)
                 continue
             assert (choice.kernel, choice.tile) == (f"sm90/{kernel}", ConvTile(*tile)), (spec, size, batch)
             assert choice.layout == WgmmaTiles(spec.x, spec.y, tile[1], tile[2], taps_first=kernel == "conv_deep")

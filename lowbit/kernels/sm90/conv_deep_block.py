@@ -1,20 +1,18 @@
-"""The last convolution of a bottleneck block and the first one of the next block, both 1 x 1, in one kernel, and the 3 x 3
-convolution before them, if it keeps the size: sm_90a.
+"""A bottleneck block of 128 or 256 channels from its 3 x 3 convolution to the next block's first, in one kernel, or its last
+convolution alone: sm_90a.
 
-Computes y = conv1x1(x) + residual (or + conv1x1(entry), a shortcut with a stride), z = conv1x1(y), requantized. With a 3 x 3
-        convolution x is its output, which is not stored
-Reads   weights in one stream of 16 KB stages (pack/conv_pair.py), by bulk copies; constants once; pixels without any exchange:
-        K is in the order of memory, so a thread needs 16 of every 64 bytes of its two rows, and copies them to shared memory
-        of its own by cp.async. x, the residual and y pass no barrier
-        For a 3 x 3 convolution, strips of its input by TMA (parts/strip_ring.py), 128 channels at a time
+Computes x = conv3x3(input), y = conv1x1(x) + residual, z = conv1x1(y), requantized. x is not stored. Or only y, of a given x
+Reads   weights in one stream of 16 KB stages (pack/conv_deep_block.py), by bulk copies; constants once; strips of the input by
+        TMA (parts/strip_ring.py), 128 channels at a time; pixels of the third convolution without any exchange: K is in the
+        order of memory, so a thread needs 16 of every 64 bytes of its two rows. It copies residual codes and a given x to
+        shared memory of its own by cp.async, which pass no barrier
 Roles   one warp loads weights and strips; 3 warpgroups of 64 pixels multiply, requantize and store. They share weights only
 x       128 outputs of the 3 x 3 convolution at a time, over all of its K. A thread's codes are its operand A of y's product
-y       128 outputs per iteration, in chunks of 64: one is multiplied while the other is requantized. With a shortcut, which
-        has two sums for each output, in chunks of 32, one at a time. x and the shortcut's input stay in registers
+y       128 outputs per iteration, in chunks: one is multiplied while the one before is requantized
 z       128 outputs per pass over y, which a thread loads again from where it stored it; y of the next k block is on its way
         while one is multiplied
 Values  one register of each thread: every tensor here is [threads] (parts/thread_product.py)
-Grid    persistent. Exact: the same bits as both layers one after the other (formats/conv.py)
+Grid    persistent. Exact: the same bits as the layers one after the other (formats/conv.py)
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import U4_STEPS, ConvSpec
-from lowbit.kernels.choose.conv import STRIPS, PairTile, pair_tile, third_parts
+from lowbit.kernels.choose.conv import STRIPS, DeepBlockTile, deep_block_tile, third_parts
 from lowbit.kernels.parts.conv_plan import ConvLauncher, ConvPlan
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS
 from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, run, source_digest
@@ -34,13 +32,13 @@ from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.kernels.parts.strip_ring import StripPlaces
-from lowbit.kernels.parts.thread_codes import codes_of, columns, scaled, store_rows, table
+from lowbit.kernels.parts.thread_codes import codes_of, columns, store_rows, table
 from lowbit.kernels.parts.thread_product import ThreadProduct, fence_registers, load_words, start, thread_words, wait
 from lowbit.kernels.parts.tile import Warps
 from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, map_arrived, own_thread, own_warpgroup, registers_of
 from lowbit.kernels.sm90.tensor_map import row_map
+from lowbit.pack.conv_deep_block import STAGE_BYTES, STEP, DeepBlockLayout
 from lowbit.pack.conv_layout import PackedConv
-from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout
 
 FIRST_WEIGHTS = gl.constexpr(2)
 """Number of stages of weights that are loaded before the previous kernel has finished. More of them would delay x."""
@@ -59,7 +57,7 @@ VECTOR_BYTES = gl.constexpr(64)
 
 
 @dataclass(frozen=True)
-class PairConv(PairTile, Warps):
+class DeepBlockConv(DeepBlockTile, Warps):
     """The kernel's compile-time configuration: a tile and values derived from it."""
 
     digest: str = source_digest()
@@ -118,7 +116,7 @@ class PairConv(PairTile, Warps):
 
     @property
     def y_codes(self) -> Requantize:
-        return Requantize(self.storage, None if self.entry else self.storage, True)
+        return Requantize(self.storage, self.storage, True)
 
     @property
     def z_codes(self) -> Requantize:
@@ -213,67 +211,23 @@ def copied_operand(at, first: gl.constexpr, count: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, first, second, residual, at, g, C: gl.constexpr):
-    """Requantizes a chunk of y while `later` products run; returns the words of both rows. `second`: sums of the shortcut."""
+def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, sums, residual, at, g, C: gl.constexpr):
+    """Requantizes a chunk of y while `later` products run; returns the words of both rows."""
     R: gl.constexpr = C.y_codes
     ALL: gl.constexpr = C.expanded // 32
-    THIRD: gl.constexpr = (2 * C.expanded + 2 * C.following) // 32
     WORDS: gl.constexpr = C.group_words
     GROUPS: gl.constexpr = C.chunk // 32
-    SUMS: gl.constexpr = C.chunk // 2
-    if C.entry > 0:
-        both = wait(first + second, later, 2 * SUMS)
-        first = both[0:SUMS]
-        second = both[SUMS:]
-    else:
-        first = wait(first, later, SUMS)
+    sums = wait(sums, later, C.chunk // 2)
     words = ((), ())
     for group in gl.static_range(GROUPS):
         s = table(at, GROUPS * chunk + group)
         b = table(at, ALL + GROUPS * chunk + group)
-        if C.entry > 0:
-            s2 = table(at, THIRD + GROUPS * chunk + group)
-            upper = codes_of(columns(second, group, 0), s2, scaled(columns(first, group, 0), s, b), (), g, R)
-            lower = codes_of(columns(second, group, 1), s2, scaled(columns(first, group, 1), s, b), (), g, R)
-        else:
-            codes = residual[0][(GROUPS * chunk + group) * WORDS : (GROUPS * chunk + group + 1) * WORDS]
-            upper = codes_of(columns(first, group, 0), s, b, codes, g, R)
-            codes = residual[1][(GROUPS * chunk + group) * WORDS : (GROUPS * chunk + group + 1) * WORDS]
-            lower = codes_of(columns(first, group, 1), s, b, codes, g, R)
+        codes = residual[0][(GROUPS * chunk + group) * WORDS : (GROUPS * chunk + group + 1) * WORDS]
+        upper = codes_of(columns(sums, group, 0), s, b, codes, g, R)
+        codes = residual[1][(GROUPS * chunk + group) * WORDS : (GROUPS * chunk + group + 1) * WORDS]
+        lower = codes_of(columns(sums, group, 1), s, b, codes, g, R)
         words = (words[0] + upper, words[1] + lower)
     return words
-
-
-@gluon.jit
-def shortcut_step(operand, entry, ring, at, g, thread, C: gl.constexpr):
-    """Computes 128 outputs of y with a shortcut, a chunk at a time; returns the words of both rows and the next stage. Stages
-    are read in the order of `PairLayout.iteration`."""
-    CHUNKS: gl.constexpr = 128 // C.chunk
-    TILES: gl.constexpr = C.stage_tiles
-    X_BLOCKS: gl.constexpr = C.channels // 128
-    ENTRY_BLOCKS: gl.constexpr = C.entry // 128
-    P: gl.constexpr = C.third
-    stage, phase, base = ring
-    nought = thread * 0
-    words = ((), ())
-    x_base = ()
-    x_stage = ()
-    entry_base = ()
-    entry_stage = ()
-    for chunk in gl.static_range(CHUNKS):
-        if chunk * X_BLOCKS % TILES == 0:
-            x_base, x_stage, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
-        if chunk * ENTRY_BLOCKS % TILES == 0:
-            entry_base, entry_stage, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
-        first = start((), operand, x_base[0], chunk * X_BLOCKS % TILES, 4 * X_BLOCKS, False, P)
-        second = start((), entry, entry_base[0], chunk * ENTRY_BLOCKS % TILES, 4 * ENTRY_BLOCKS, False, P)
-        found = finish_chunk(chunk, 0, first, second, (), at, g, C)
-        words = (words[0] + found[0], words[1] + found[1])
-        if (chunk + 1) * ENTRY_BLOCKS % TILES == 0:
-            release_stages(entry_stage, nought, thread, 1, C)
-        if (chunk + 1) * X_BLOCKS % TILES == 0:
-            release_stages(x_stage, nought, thread, 1, C)
-    return words, stage, phase
 
 
 @gluon.jit
@@ -307,31 +261,16 @@ def release_stages(stages, nought, thread, count: gl.constexpr, C: gl.constexpr)
 
 
 @gluon.jit
-def copy_inputs(x, added, pixel, step, geometry, here, C: gl.constexpr):
-    """Starts the copies of what a job needs at its beginning: x, and the residual of iteration `step` (to the first of two
-    places) or the shortcut's input. `pixel` is the thread's first pixel."""
-    pixels, image, width, entry_image, entry_width, stride = geometry
+def copy_inputs(x, added, pixel, step, pixels, here, C: gl.constexpr):
+    """Starts the copies of what a job needs at its beginning: a given x, and the residual of iteration `step`, to the first of
+    two places. `pixel` is the thread's first pixel."""
     X_WORDS: gl.constexpr = C.channels * C.bits // 32
-    first = (pixel < pixels).to(gl.int32)
-    second = (pixel + 8 < pixels).to(gl.int32)
-    lane = here[1]
+    exists = ((pixel < pixels).to(gl.int32), (pixel + 8 < pixels).to(gl.int32))
     if C.rows == 0:
-        source = x + (pixel * X_WORDS + lane * 4)
-        copy_row(here[0], source, first, C.x_vector, 0, C.x_vectors, C)
-        copy_row(here[0], source, second, C.x_vector + C.x_vectors, 32 * X_WORDS, C.x_vectors, C)
-    if C.entry > 0:
-        E_WORDS: gl.constexpr = C.entry * C.bits // 32
-        for row in gl.static_range(2):
-            own = pixel + 8 * row
-            inside = own % image
-            at = own // image * entry_image + inside // width * (stride * entry_width) + inside % width * stride
-            exists = first
-            if row == 1:
-                exists = second
-            source = added + (at * E_WORDS + lane * 4)
-            copy_row(here[0], source, exists, C.entry_vector + row * C.entry_vectors, 0, C.entry_vectors, C)
-    else:
-        copy_residual(added, pixel, step, here, (first, second), pixel * 0, C)
+        source = x + (pixel * X_WORDS + here[1] * 4)
+        copy_row(here[0], source, exists[0], C.x_vector, 0, C.x_vectors, C)
+        copy_row(here[0], source, exists[1], C.x_vector + C.x_vectors, 32 * X_WORDS, C.x_vectors, C)
+    copy_residual(added, pixel, step, here, exists, pixel * 0, C)
 
 
 @gluon.jit
@@ -447,14 +386,13 @@ def window_step(center, zeros, place, ring, strips, last: gl.constexpr, at, turn
 
 
 @gluon.jit
-def window_operand(pixel, strips, ring, constants, geometry, turn, thread, C: gl.constexpr):
+def window_operand(pixel, strips, ring, constants, size, turn, thread, C: gl.constexpr):
     """Returns the codes of the 3 x 3 convolution as operand A, and the next stage. `pixel`: the thread's row of a strip as a
-    pixel, the one whose address it passes to ldmatrix."""
+    pixel, the one whose address it passes to ldmatrix. `size`: height and width of the images."""
     TILES: gl.constexpr = C.channels // 128
     WORDS: gl.constexpr = 4 * C.x_vectors
     stage, phase, base = ring
-    width = geometry[2]
-    height = geometry[1] // width
+    height, width = size
     place = (pixel // width % height, pixel % width, height, width)
     own_row = (thread >> 5) * 16 + (thread & 15)
     center = asm(C.strip.place, "=&r,r,r", (own_row + width + 1, thread), gl.int32)
@@ -528,19 +466,19 @@ def residual_step(operand, residual, ring, at, g, thread, C: gl.constexpr):
             bases, stages, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
         sums = start((), operand, bases[0], chunk * BLOCKS % TILES, 4 * BLOCKS, False, P)
         if chunk > 0:
-            found = finish_chunk(chunk - 1, 1, held, (), residual, at, g, C)
+            found = finish_chunk(chunk - 1, 1, held, residual, at, g, C)
             words = (words[0] + found[0], words[1] + found[1])
             if chunk * BLOCKS % TILES == 0:
                 release_stages(before, nought, thread, 1, C)
         held = sums
         before = stages
-    found = finish_chunk(CHUNKS - 1, 0, held, (), residual, at, g, C)
+    found = finish_chunk(CHUNKS - 1, 0, held, residual, at, g, C)
     release_stages(before, nought, thread, 1, C)
     return (words[0] + found[0], words[1] + found[1]), stage, phase
 
 
 @gluon.jit
-def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
+def consume(y, z, x, added, g, pixels, size, tiles, C: gl.constexpr):
     """The math warpgroups. A job is a part of the outputs of a tile."""
     Y_WORDS: gl.constexpr = C.expanded * C.bits // 32
     Z_WORDS: gl.constexpr = C.following * C.bits // 32
@@ -548,11 +486,9 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
     STEPS: gl.constexpr = C.expanded // 128 // PARTS
     PASSES: gl.constexpr = C.following // 128
     X_BLOCKS: gl.constexpr = C.channels // 128
-    ENTRY_BLOCKS: gl.constexpr = C.entry // 128
     PLACE: gl.constexpr = C.residual_bytes
     VECTORS: gl.constexpr = C.step_vectors
     PIXELS: gl.constexpr = C.pixels
-    pixels = geometry[0]
     thread = gl.arange(0, C.threads, C.threads_layout)
     nought = thread * 0
     own = (thread >> 5) * 16 + (thread >> 2) % 8  # the first of the two pixels of a tile whose sums this thread has
@@ -563,7 +499,7 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
     first_job = gl.program_id(0)
     stride = gl.num_programs(0)
     wait_for_previous_kernel()
-    copy_inputs(x, added, first_job // PARTS * PIXELS + own, first_job % PARTS * STEPS, geometry, here, C)
+    copy_inputs(x, added, first_job // PARTS * PIXELS + own, first_job % PARTS * STEPS, pixels, here, C)
     commit_copies()
     run(C.constant_barrier.wait, "=r,r,r,r", [nought, nought, nought + 1])
     stage = tiles * 0
@@ -584,15 +520,12 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
         if C.rows > 0:
             row = now * PIXELS + (thread >> 5) * 16 + (thread & 15)
             operand, stage, phase = window_operand(
-                row, (strip, strip_phase), (stage, phase, base), constants, geometry, turn, thread, C
+                row, (strip, strip_phase), (stage, phase, base), constants, size, turn, thread, C
             )  # fmt: skip
             for _block in gl.static_range(X_BLOCKS):
                 strip, strip_phase = following(strip, strip_phase, 2, 1)
         else:
             operand = copied_operand(here[0], C.x_vector, C.x_vectors, C)
-        entry = ()
-        if C.entry > 0:
-            entry = copied_operand(here[0], C.entry_vector, C.entry_vectors, C)
         y_row = y + (pixel * Y_WORDS + here[1] * 4)
         next_pixel = pixel + stride * PIXELS
         next_step = first_step
@@ -600,26 +533,20 @@ def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
             next_pixel = (nought + (job + stride) // PARTS) * PIXELS + own
             next_step = (job + stride) % PARTS * STEPS
         for step in range(first_step, first_step + STEPS):
-            at = constants + step * 512
-            words = ((), ())
-            if C.entry > 0:
-                words, stage, phase = shortcut_step(operand, entry, (stage, phase, base), at, factor, thread, C)
+            other = PLACE - place
+            if step + 1 < first_step + STEPS:
+                copy_residual(added, pixel, step + 1, here, exists, other, C)
             else:
-                other = PLACE - place
-                if step + 1 < first_step + STEPS:
-                    copy_residual(added, pixel, step + 1, here, exists, other, C)
-                else:
-                    copy_inputs(x, added, next_pixel, next_step, geometry, here, C)
-                commit_copies()
-                wait_for_copies(1)
-                residual = (copied(here[0] + place, 0, VECTORS, C), copied(here[0] + place, VECTORS, VECTORS, C))
-                place = other
-                words, stage, phase = residual_step(operand, residual, (stage, phase, base), at, factor, thread, C)
-            store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
-        fence_registers(operand + entry, turn, 16 * (X_BLOCKS + ENTRY_BLOCKS))
-        if C.entry > 0:
-            copy_inputs(x, added, next_pixel, next_step, geometry, here, C)
+                copy_inputs(x, added, next_pixel, next_step, pixels, here, C)
             commit_copies()
+            wait_for_copies(1)
+            residual = (copied(here[0] + place, 0, VECTORS, C), copied(here[0] + place, VECTORS, VECTORS, C))
+            place = other
+            words, stage, phase = residual_step(
+                operand, residual, (stage, phase, base), constants + step * 512, factor, thread, C
+            )  # fmt: skip
+            store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
+        fence_registers(operand, turn, 16 * X_BLOCKS)
         if PASSES > 0:
             for part in range(PASSES):
                 z_row = z + (pixel * Z_WORDS + here[1] * 4 + part * 16 * VECTORS)
@@ -658,13 +585,10 @@ def produce(weight, maps, tiles, width, C: gl.constexpr):
             stage, parity = following(stage, parity, C.stages, 1)
 
 
-@gluon.jit(do_not_specialize=["pixels", "tiles", "image", "width", "entry_image", "entry_width", "stride"])
-def pair_conv(
-    y, z, x, added, g, pixels, tiles, image, width, entry_image, entry_width, stride, maps, weight, C: gl.constexpr
-):  # fmt: skip
-    """The kernel. `added`: codes of the residual or, with a shortcut, its input, whose images have `entry_image` pixels, in
-    rows of `entry_width`. `image`: number of pixels of an image of y. `maps`: with a 3 x 3 convolution, the descriptor of its
-    input, and x is None. `weight`: all weights and constants."""
+@gluon.jit(do_not_specialize=["pixels", "tiles", "height", "width"])
+def deep_block_conv(y, z, x, added, g, pixels, tiles, height, width, maps, weight, C: gl.constexpr):
+    """The kernel. `added`: codes of the residual. `maps`: the descriptor of the input of the 3 x 3 convolution; then x is None.
+    `weight`: all weights and constants."""
     shared = gl.allocate_shared_memory(
         gl.int32, [C.shared_units, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )  # fmt: skip
@@ -687,58 +611,55 @@ def pair_conv(
             produce(weight, maps, tiles, width, C)
     else:
         run(registers_of(C.registers), "=r", [])
-        consume(y, z, x, added, g, (pixels, image, width, entry_image, entry_width, stride), tiles, C)
+        consume(y, z, x, added, g, pixels, (height, width), tiles, C)
 
 
-class PreparedPair:
-    """Two convolutions prepared for the kernel, or three with a 3 x 3 one. `packed` is the result of pack/conv_pair.py, `g` the
-    residual's factor."""
+class PreparedDeepBlock:
+    """Three convolutions prepared for the kernel, or the third one alone. `packed` is the result of pack/conv_deep_block.py,
+    `g` the residual's factor."""
 
-    def __init__(self, third: ConvSpec, layout: PairLayout, packed: Tensor, g: float, sm_count: int) -> None:
-        self.third, self.layout, self.packed, self.g, self.sm_count = third, layout, packed, g, sm_count
+    def __init__(self, layout: DeepBlockLayout, packed: Tensor, g: float, sm_count: int) -> None:
+        self.layout, self.packed, self.g, self.sm_count = layout, packed, g, sm_count
         self.config = functools.lru_cache(maxsize=None)(self._config)
-        self.launch = ConvLauncher(pair_conv, maxnreg=128, launch_pdl=True)
+        self.launch = ConvLauncher(deep_block_conv, maxnreg=128, launch_pdl=True)
         self.map = functools.lru_cache(maxsize=None)(row_map)
 
-    def _config(self, width: int, parts: int) -> PairConv:
-        """The configuration for images of this width, which matters to a 3 x 3 convolution only, and jobs of a part of the
-        outputs."""
-        return PairConv(**vars(pair_tile(self.layout, width, parts)))
+    def _config(self, width: int, parts: int) -> DeepBlockConv:
+        """The configuration for images of this width, or for jobs of a part of the outputs of one convolution."""
+        return DeepBlockConv(**vars(deep_block_tile(self.layout, width, parts)))
 
-    def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        """Computes (y, z) of packed x [N, H, W, bytes], or of the input of the 3 x 3 convolution. `added` is the residual, or
-        the input of the shortcut."""
+    def __call__(self, x: Tensor, residual: Tensor, out: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        """Computes (y, z) of the packed input [N, H, W, bytes] of the 3 x 3 convolution, or y of the third one's."""
         n, height, width, row_bytes = x.shape
-        own_width = width if self.layout.window else 0
         pixels = n * height * width
-        tiles = -(-pixels // (64 * PairTile.multipliers))
-        parts = 1 if self.layout.following else third_parts(tiles, self.layout.expanded, self.sm_count)
-        config = self.config(own_width, parts)
-        stride = 1 if self.third.second is None else self.third.second.stride[0]
-        y, codes, read = (tensor.view(-1).view(torch.int32) for tensor in (out[0], added, x))
+        tiles = -(-pixels // (64 * DeepBlockTile.multipliers))
+        alone = self.layout.following == 0
+        parts = third_parts(tiles, self.layout.expanded, self.sm_count) if alone else 1
+        config = self.config(0 if alone else width, parts)
+        y, codes, read = (tensor.view(-1).view(torch.int32) for tensor in (out[0], residual, x))
         z = None if out[1] is None else out[1].view(-1).view(torch.int32)
         maps = None
         if config.rows:
             maps = self.map(pixels, row_bytes, config.rows, config.row_bytes, x.data_ptr(), x.device)
         self.launch(
-            own_width or parts, (min(tiles * parts, self.sm_count), 1, 1), config.warps,
-            y, z, None if config.rows else read, codes, self.g, pixels, tiles, height * width, width,
-            added.shape[1] * added.shape[2], added.shape[2], stride, maps, self.packed, config,
+            parts if alone else width, (min(tiles * parts, self.sm_count), 1, 1), config.warps,
+            y, z, None if config.rows else read, codes, self.g, pixels, tiles, height, width, maps, self.packed, config,
         )  # fmt: skip
         return out
 
 
 class PreparedThird(ConvPlan):
-    """A 1 x 1 convolution with a residual, prepared for the kernel alone: no convolution follows in it."""
+    """A 1 x 1 convolution with a residual, prepared for the kernel alone."""
 
-    def __init__(self, spec: ConvSpec, packed: PackedConv, layout: PairLayout, sm_count: int) -> None:
+    def __init__(self, spec: ConvSpec, packed: PackedConv, layout: DeepBlockLayout, sm_count: int) -> None:
         super().__init__(spec, packed)
         steps = U4_STEPS if spec.x == "u4" else 1.0
         constants = [values.view(torch.int8) for values in (packed.s / steps, packed.b)]
-        self.pair = PreparedPair(spec, layout, torch.cat([packed.weight.reshape(-1), *constants]), packed.g, sm_count)
+        together = torch.cat([packed.weight.reshape(-1), *constants])
+        self.block = PreparedDeepBlock(layout, together, packed.g, sm_count)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         assert residual is not None, "choose/conv.py takes this kernel for layers with a residual"
-        return self.pair(x, residual, (self.output(x, out), None))[0]
+        return self.block(x, residual, (self.output(x, out), None))[0]
