@@ -535,7 +535,8 @@ class DeepBlockTile:
 
     All activations have the same storage. x has `channels` channels, y `expanded`, z `following`. x is the output of the 3 x 3
     convolution, and a strip of its input has `rows` rows. For one convolution alone `rows` and `following` are 0. There are
-    `stages` stages of weights. A job is one of `parts` parts of y's channels.
+    `stages` stages of weights, which the `cluster` blocks of a cluster read together. A job is one of `parts` parts of y's
+    channels.
     """
 
     storage: str
@@ -545,6 +546,7 @@ class DeepBlockTile:
     rows: int
     stages: int
     parts: int
+    cluster: int
     multipliers = 3
     """Number of math warpgroups, of 64 pixels each."""
 
@@ -657,11 +659,12 @@ class DeepBlockTile:
 
 def deep_block_tile(layout: DeepBlockLayout, width: int = 0, parts: int = 1) -> DeepBlockTile:
     """The tile of three convolutions on images of this width, or of one alone in `parts` jobs, with as many stages of weights
-    as fit."""
+    as fit. Blocks with all outputs read the same weights, so two of them share what comes from L2."""
     row_bytes = STEP * CODES[layout.storage].bits // 8
     rows = strip_rows(64 * DeepBlockTile.multipliers, width, 3, row_bytes) if layout.following else 0
+    cluster = 2 if layout.following else 1
     tiles = [
-        DeepBlockTile(layout.storage, layout.channels, layout.expanded, layout.following, rows, stages, parts)
+        DeepBlockTile(layout.storage, layout.channels, layout.expanded, layout.following, rows, stages, parts, cluster)
         for stages in range(DEEP_BLOCK_STAGES, DEEP_BLOCK_LEAST_STAGES - 1, -1)
     ]
     return next(tile for tile in tiles if tile.shared_units <= DEEP_UNITS)

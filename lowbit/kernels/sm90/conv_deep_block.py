@@ -12,6 +12,7 @@ y       128 outputs per iteration, in chunks: one is multiplied while the one be
 z       128 outputs per pass over y, which a thread loads again from where it stored it; y of the next k block is on its way
         while one is multiplied
 Values  one register of each thread: every tensor here is [threads] (parts/thread_product.py)
+Cluster two blocks read the same weights at the same time. Each copies half of a stage to both (`SharedStages`)
 Grid    persistent. Exact: the same bits as the layers one after the other (formats/conv.py)
 """
 
@@ -56,6 +57,40 @@ VECTOR_BYTES = gl.constexpr(64)
 """Bytes of a row that its four threads copy, load or store at once."""
 
 
+CLUSTER_SYNC = gl.constexpr("barrier.cluster.arrive;\n barrier.cluster.wait;\n mov.b32 $0, 0;")
+
+BARRIERS_VISIBLE = gl.constexpr("fence.mbarrier_init.release.cluster;\n mov.b32 $0, 0;")
+
+
+@dataclass(frozen=True)
+class SharedStages(StageBarriers):
+    """Barriers of stages that both blocks of a cluster fill and read. A stage is full in a block when both halves have arrived
+    there; it is empty when the warps of both blocks have read it, since each block writes to both."""
+
+    @property
+    def arrivals(self) -> int:
+        return 2 * self.readers
+
+    @property
+    def give(self) -> str:
+        """PTX that arrives at the empty barriers of stage $1 in both blocks: lane $2 of a warp at that of block $2."""
+        return (
+            "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 at, $1, 8, at; setp.lt.u32 p, $2, 2;\n"
+            f"add.u32 at, at, {self.start + 8 * self.stages}; @p mapa.shared::cluster.u32 at, at, $2;\n"
+            "@p mbarrier.arrive.shared::cluster.b64 _, [at]; mov.b32 $0, 0; }"
+        )
+
+    def fill_half(self, stage_bytes: int) -> str:
+        """PTX that waits until stage $2 has been read in both blocks (parity $3), then copies this block's half of the stage,
+        whose weights are at address $4, to both; $1 is 1."""
+        half = stage_bytes // 2
+        copy = f"""{{ .reg .b32 rank; .reg .b64 from; .reg .b16 both; mov.u32 rank, %cluster_ctarank; mov.b16 both, 3;
+            mad.wide.u32 from, rank, {half}, $4; mad.lo.u32 to, rank, {half}, to;
+            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
+            [to], [from], {half}, [bar], both; }}"""
+        return self.fill(stage_bytes, stage_bytes, 0, copy)
+
+
 @dataclass(frozen=True)
 class DeepBlockConv(DeepBlockTile, Warps):
     """The kernel's compile-time configuration: a tile and values derived from it."""
@@ -77,7 +112,8 @@ class DeepBlockConv(DeepBlockTile, Warps):
 
     @property
     def ring(self) -> StageBarriers:
-        return StageBarriers(self.barriers_start, self.stages, 4 * self.multipliers)
+        kind = SharedStages if self.cluster > 1 else StageBarriers
+        return kind(self.barriers_start, self.stages, 4 * self.multipliers)
 
     @property
     def constant_barrier(self) -> StageBarriers:
@@ -94,6 +130,8 @@ class DeepBlockConv(DeepBlockTile, Warps):
     @property
     def fill(self) -> str:
         """PTX that waits until stage $2 has been read (parity $3), then fills it from address $4; $1 is 1."""
+        if isinstance(self.ring, SharedStages):
+            return self.ring.fill_half(STAGE_BYTES)
         copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes " + f"[to], [$4], {STAGE_BYTES}, [bar];"
         return self.ring.fill(STAGE_BYTES, STAGE_BYTES, 0, copy)
 
@@ -256,8 +294,11 @@ def wait_stages(stage, phase, base, nought, count: gl.constexpr, C: gl.constexpr
 @gluon.jit
 def release_stages(stages, nought, thread, count: gl.constexpr, C: gl.constexpr):
     """Marks stages of weights as read by this warp."""
+    lane = thread & 31
+    if C.cluster == 1:
+        lane = (lane == 0).to(gl.int32)
     for i in gl.static_range(count):
-        run(C.ring.give, "=r,r,r", [nought + stages[i], ((thread & 31) == 0).to(gl.int32)])
+        run(C.ring.give, "=r,r,r", [nought + stages[i], lane])
 
 
 @gluon.jit
@@ -588,7 +629,8 @@ def produce(weight, maps, tiles, width, C: gl.constexpr):
 @gluon.jit(do_not_specialize=["pixels", "tiles", "height", "width"])
 def deep_block_conv(y, z, x, added, g, pixels, tiles, height, width, maps, weight, C: gl.constexpr):
     """The kernel. `added`: codes of the residual. `maps`: the descriptor of the input of the 3 x 3 convolution; then x is None.
-    `weight`: all weights and constants."""
+    `weight`: all weights and constants. `tiles`: in a cluster a multiple of the number of blocks; some may be beyond the last
+    pixel."""
     shared = gl.allocate_shared_memory(
         gl.int32, [C.shared_units, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )  # fmt: skip
@@ -603,6 +645,9 @@ def deep_block_conv(y, z, x, added, g, pixels, tiles, height, width, maps, weigh
         run(C.strip.strips.init, "=r,r", [own])
     fence_async_shared()
     barrier()
+    if C.cluster > 1:
+        run(BARRIERS_VISIBLE, "=r", [])
+        run(CLUSTER_SYNC, "=r", [])
     group = own_warpgroup()
     launch_next_kernel()
     if group == C.multipliers:
@@ -612,6 +657,8 @@ def deep_block_conv(y, z, x, added, g, pixels, tiles, height, width, maps, weigh
     else:
         run(registers_of(C.registers), "=r", [])
         consume(y, z, x, added, g, pixels, (height, width), tiles, C)
+    if C.cluster > 1:  # the other block may still arrive at barriers of this one
+        run(CLUSTER_SYNC, "=r", [])
 
 
 class PreparedDeepBlock:
@@ -621,7 +668,9 @@ class PreparedDeepBlock:
     def __init__(self, layout: DeepBlockLayout, packed: Tensor, g: float, sm_count: int) -> None:
         self.layout, self.packed, self.g, self.sm_count = layout, packed, g, sm_count
         self.config = functools.lru_cache(maxsize=None)(self._config)
-        self.launch = ConvLauncher(deep_block_conv, maxnreg=128, launch_pdl=True)
+        self.launch = ConvLauncher(
+            deep_block_conv, cluster=deep_block_tile(layout).cluster, maxnreg=128, launch_pdl=True
+        )  # fmt: skip
         self.map = functools.lru_cache(maxsize=None)(row_map)
 
     def _config(self, width: int, parts: int) -> DeepBlockConv:
@@ -636,13 +685,17 @@ class PreparedDeepBlock:
         alone = self.layout.following == 0
         parts = third_parts(tiles, self.layout.expanded, self.sm_count) if alone else 1
         config = self.config(0 if alone else width, parts)
+        blocks = min(tiles * parts, self.sm_count)
+        if config.cluster > 1:  # both blocks of a cluster read all weights as often
+            blocks = min(tiles + tiles % 2, max(self.sm_count // 2, 1) * 2)
+            tiles = -(-tiles // blocks) * blocks
         y, codes, read = (tensor.view(-1).view(torch.int32) for tensor in (out[0], residual, x))
         z = None if out[1] is None else out[1].view(-1).view(torch.int32)
         maps = None
         if config.rows:
             maps = self.map(pixels, row_bytes, config.rows, config.row_bytes, x.data_ptr(), x.device)
         self.launch(
-            parts if alone else width, (min(tiles * parts, self.sm_count), 1, 1), config.warps,
+            parts if alone else width, (blocks, 1, 1), config.warps,
             y, z, None if config.rows else read, codes, self.g, pixels, tiles, height, width, maps, self.packed, config,
         )  # fmt: skip
         return out

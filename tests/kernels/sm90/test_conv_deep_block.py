@@ -15,11 +15,12 @@ from lowbit.formats.conv import ProductSpec
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.conv import DEEP_BLOCK_WIDTH, choose_conv, deep_block_refusals, deep_block_tile, third_parts
 from lowbit.kernels.reference.conv import conv_reference
-from lowbit.kernels.sm90.conv_deep_block import DeepBlockConv, deep_block_conv
+from lowbit.kernels.sm90.conv_deep_block import DeepBlockConv, SharedStages, deep_block_conv
 from lowbit.ops.conv import launcher
 from lowbit.ops.conv_block import block_launcher, prepare_block
 from lowbit.pack.conv_deep_block import DeepBlockLayout
 from lowbit.pack.nhwc64 import Nhwc64
+from tests.kernels.parts.plain import operands
 from tests.kernels.sass import compile_kernel
 from tests.kernels.sm90.test_compile import check_straight_line
 from tests.kernels.sm90.test_conv import codes_of, layer
@@ -52,6 +53,8 @@ def test_machine_code(storage, channels, expanded, following, width):
     waits = chunks + expanded // 128 + tiles * 9
     assert kernel.count("WARPGROUP.DEPBAR") == waits, "a wait for each chunk, k block and tap: not serialized"
     assert kernel.count("SHFL") == 0, "operand A is loaded as it is in memory"
+    assert sum("UBLKCP" in line and "MULTICAST" in line for line in kernel.lines) >= 2, "weights go to both blocks"
+    assert kernel.count("UCGABAR_ARV") == kernel.count("UCGABAR_WAIT") == 2, "at the start and at the end"
     assert kernel.count("LDSM") == tiles * 9 * config.row_bytes // 32
     assert kernel.count("STG.E.128") == kernel.count("STG") == 4 * config.step_vectors
     lines = [line.replace("IGMMA", "HGMMA") for line in kernel.lines]
@@ -71,6 +74,17 @@ def test_one_convolution_alone(storage):
     assert kernel.stack_bytes == 0 and kernel.count("IGMMA") == 64 and kernel.count("WARPGROUP.DEPBAR") == 4
     lines = [line.replace("IGMMA", "HGMMA") for line in kernel.lines]
     check_straight_line(lines[: max(i for i, line in enumerate(lines) if "WARPGROUP.DEPBAR" in line) + 1])
+
+
+def test_blocks_of_a_cluster_share_stages():
+    ring = SharedStages(50000, 5, 12)
+    assert "selp.b32 count, 1, 24, q;" in ring.init, "the warps of both blocks"
+    assert operands(ring.give) == {0, 1, 2} and f"add.u32 at, at, {50000 + 8 * 5};" in ring.give
+    text = ring.fill_half(16384)
+    assert operands(text) == {0, 1, 2, 3, 4} and f"[bar+{50000 + 8 * 5}], $3" in text, "its empty barrier"
+    assert "[bar+50000], 16384;" in text and "[to], [from], 8192, [bar], both;" in text, "expects both halves"
+    assert deep_block_tile(DeepBlockLayout("u4", 128, 512, 128), 28).cluster == 2
+    assert deep_block_tile(DeepBlockLayout("u4", 512, 2048, 0)).cluster == 1, "jobs of neighbours read other weights"
 
 
 def test_jobs_of_a_tile():
