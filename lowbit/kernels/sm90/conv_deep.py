@@ -442,13 +442,16 @@ def multiply_chunks(at, steps, row, base, thread, C: gl.constexpr):
         where = row + x_stage * C.x_bytes
         run(C.w_barriers.wait, "=r,r,r,r", [nought + w_stage, nought + w_phase, nought + 1])
         weights = base + w_stage * (C.w_bytes // 16)
+        words = read_chunk(0, where, C)
         for chunk in gl.static_range(CHUNKS):
-            words = asm(ptx(C.strip.read_chunk, chunk), "=&r,=&r,=&r,=&r,r", (where,), thread_words(4))
+            own = words
             for plane in gl.static_range(PLANES):
-                registers = words
+                registers = own
                 if PLANES == 2:
-                    registers = codes_of_plane(words, plane)
+                    registers = codes_of_plane(own, plane)
                 sums = start(sums, registers, weights + (plane * C.w_tile_bytes // 16 + 2 * chunk), 0, 1, True, P)
+                if plane + 1 == PLANES and chunk + 1 < CHUNKS:
+                    words = read_chunk(chunk + 1, where, C)
                 sums = wait(sums, 1, SUMS)
                 fence_registers(held, turn, 4)
                 held = registers
@@ -466,6 +469,12 @@ def multiply_chunks(at, steps, row, base, thread, C: gl.constexpr):
     if not C.resident:
         run(C.w_barriers.give, "=r,r,r", [nought + before, first])
     return sums, (x_stage, x_phase, w_stage, w_phase)
+
+
+@gluon.jit
+def read_chunk(chunk: gl.constexpr, where, C: gl.constexpr):
+    """Returns 32 bytes of this thread's row, which is at address `where`, as four words."""
+    return asm(ptx(C.strip.read_chunk, chunk), "=&r,=&r,=&r,=&r,r", (where,), thread_words(4))
 
 
 @gluon.jit
