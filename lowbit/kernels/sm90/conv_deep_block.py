@@ -19,6 +19,7 @@ Grid    persistent. Exact: the same bits as the layers one after the other (form
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -153,6 +154,12 @@ class DeepBlockConv(DeepBlockTile, Warps):
         return ThreadProduct(STEP, STEP, self.bits == 4, 0)
 
     @property
+    def unroll(self) -> int:
+        """Number of iterations of y in a loop's body, fewer where x takes more registers. Products in flight do not cross its
+        end: ptxas would serialize them."""
+        return math.gcd(512 // self.channels, self.expanded // 128 // self.parts)
+
+    @property
     def y_codes(self) -> Requantize:
         return Requantize(self.storage, self.storage, True)
 
@@ -249,13 +256,12 @@ def copied_operand(at, first: gl.constexpr, count: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, sums, residual, at, g, C: gl.constexpr):
-    """Requantizes a chunk of y while `later` products run; returns the words of both rows."""
+def finish_chunk(chunk: gl.constexpr, sums, residual, at, g, C: gl.constexpr):
+    """Requantizes a chunk of y, whose products are complete; returns the words of both rows."""
     R: gl.constexpr = C.y_codes
     ALL: gl.constexpr = C.expanded // 32
     WORDS: gl.constexpr = C.group_words
     GROUPS: gl.constexpr = C.chunk // 32
-    sums = wait(sums, later, C.chunk // 2)
     words = ((), ())
     for group in gl.static_range(GROUPS):
         s = table(at, GROUPS * chunk + group)
@@ -312,6 +318,16 @@ def copy_inputs(x, added, pixel, step, pixels, here, C: gl.constexpr):
         copy_row(here[0], source, exists[0], C.x_vector, 0, C.x_vectors, C)
         copy_row(here[0], source, exists[1], C.x_vector + C.x_vectors, 32 * X_WORDS, C.x_vectors, C)
     copy_residual(added, pixel, step, here, exists, pixel * 0, C)
+
+
+@gluon.jit
+def arrived_residual(at, C: gl.constexpr):
+    """Ends a group of copies, waits for those of the group before, and returns the words of both rows that they wrote to
+    address `at`."""
+    VECTORS: gl.constexpr = C.step_vectors
+    commit_copies()
+    wait_for_copies(1)
+    return copied(at, 0, VECTORS, C), copied(at, VECTORS, VECTORS, C)
 
 
 @gluon.jit
@@ -488,34 +504,48 @@ def next_pass(y, z, exists, ring, at, turn, thread, C: gl.constexpr):
 
 
 @gluon.jit
-def residual_step(operand, residual, ring, at, g, thread, C: gl.constexpr):
-    """Requantizes 128 outputs of y with a residual, whose words of both rows are `residual`. Products of a chunk are in flight
-    while the chunk before is requantized. Returns the words of both rows and the next stage."""
-    CHUNKS: gl.constexpr = 128 // C.chunk
+def start_chunk(chunk: gl.constexpr, operand, weights, ring, thread, C: gl.constexpr):
+    """Starts the products of a chunk of y. `weights`: base and index of the stage of the chunk before. Returns the sums, the
+    weights of this chunk, and the next stage."""
     TILES: gl.constexpr = C.stage_tiles
     BLOCKS: gl.constexpr = C.channels // 128
     P: gl.constexpr = C.third
     stage, phase, base = ring
-    nought = thread * 0
+    bases, stages = weights
+    if chunk * BLOCKS % TILES == 0:
+        bases, stages, stage, phase = wait_stages(stage, phase, base, thread * 0, 1, C)
+    sums = start((), operand, bases[0], chunk * BLOCKS % TILES, 4 * BLOCKS, False, P)
+    return sums, (bases, stages), stage, phase
+
+
+@gluon.jit
+def residual_step(sums, weights, operand, residual, ring, at, g, last: gl.constexpr, thread, C: gl.constexpr):
+    """Requantizes 128 outputs of y with a residual, whose words of both rows are `residual`. The products of a chunk are in
+    flight while the chunk before is requantized: `sums` and `weights` are those of the first chunk. If this is not the `last`
+    iteration of a loop's body, the first chunk of the next one is started. Returns the words of both rows, that chunk's sums
+    and weights, and the next stage."""
+    CHUNKS: gl.constexpr = 128 // C.chunk
+    TILES: gl.constexpr = C.stage_tiles
+    BLOCKS: gl.constexpr = C.channels // 128
+    SUMS: gl.constexpr = C.chunk // 2
+    stage, phase, base = ring
     words = ((), ())
-    bases = ()
-    stages = ()
-    held = ()
-    before = ()
     for chunk in gl.static_range(CHUNKS):
-        if chunk * BLOCKS % TILES == 0:
-            bases, stages, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
-        sums = start((), operand, bases[0], chunk * BLOCKS % TILES, 4 * BLOCKS, False, P)
-        if chunk > 0:
-            found = finish_chunk(chunk - 1, 1, held, residual, at, g, C)
-            words = (words[0] + found[0], words[1] + found[1])
-            if chunk * BLOCKS % TILES == 0:
-                release_stages(before, nought, thread, 1, C)
-        held = sums
-        before = stages
-    found = finish_chunk(CHUNKS - 1, 0, held, residual, at, g, C)
-    release_stages(before, nought, thread, 1, C)
-    return (words[0] + found[0], words[1] + found[1]), stage, phase
+        before = weights[1]
+        later = ()
+        if chunk + 1 < CHUNKS or not last:
+            later, weights, stage, phase = start_chunk(
+                (chunk + 1) % CHUNKS, operand, weights, (stage, phase, base), thread, C
+            )  # fmt: skip
+            sums = wait(sums, 1, SUMS)
+        else:
+            sums = wait(sums, 0, SUMS)
+        found = finish_chunk(chunk, sums, residual, at, g, C)
+        words = (words[0] + found[0], words[1] + found[1])
+        if (chunk + 1) * BLOCKS % TILES == 0:
+            release_stages(before, thread * 0, thread, 1, C)
+        sums = later
+    return words, sums, weights, stage, phase
 
 
 @gluon.jit
@@ -525,6 +555,7 @@ def consume(y, z, x, added, g, pixels, size, tiles, C: gl.constexpr):
     Z_WORDS: gl.constexpr = C.following * C.bits // 32
     PARTS: gl.constexpr = C.parts
     STEPS: gl.constexpr = C.expanded // 128 // PARTS
+    UNROLL: gl.constexpr = C.unroll
     PASSES: gl.constexpr = C.following // 128
     X_BLOCKS: gl.constexpr = C.channels // 128
     PLACE: gl.constexpr = C.residual_bytes
@@ -573,20 +604,21 @@ def consume(y, z, x, added, g, pixels, size, tiles, C: gl.constexpr):
         if PARTS > 1:
             next_pixel = (nought + (job + stride) // PARTS) * PIXELS + own
             next_step = (job + stride) % PARTS * STEPS
-        for step in range(first_step, first_step + STEPS):
-            other = PLACE - place
-            if step + 1 < first_step + STEPS:
-                copy_residual(added, pixel, step + 1, here, exists, other, C)
-            else:
-                copy_inputs(x, added, next_pixel, next_step, pixels, here, C)
-            commit_copies()
-            wait_for_copies(1)
-            residual = (copied(here[0] + place, 0, VECTORS, C), copied(here[0] + place, VECTORS, VECTORS, C))
-            place = other
-            words, stage, phase = residual_step(
-                operand, residual, (stage, phase, base), constants + step * 512, factor, thread, C
-            )  # fmt: skip
-            store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
+        for first in range(first_step, first_step + STEPS, UNROLL):
+            sums, weights, stage, phase = start_chunk(0, operand, ((), ()), (stage, phase, base), thread, C)
+            for number in gl.static_range(UNROLL):
+                step = first + number
+                if step + 1 < first_step + STEPS:
+                    copy_residual(added, pixel, step + 1, here, exists, PLACE - place, C)
+                else:
+                    copy_inputs(x, added, next_pixel, next_step, pixels, here, C)
+                residual = arrived_residual(here[0] + place, C)
+                place = PLACE - place
+                words, sums, weights, stage, phase = residual_step(
+                    sums, weights, operand, residual, (stage, phase, base), constants + step * 512, factor,
+                    number + 1 == UNROLL, thread, C,
+                )  # fmt: skip
+                store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
         fence_registers(operand, turn, 16 * X_BLOCKS)
         if PASSES > 0:
             for part in range(PASSES):
