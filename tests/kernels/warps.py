@@ -192,6 +192,10 @@ class Warp(Block):
         values = self.value(source, "pred")
         self.write(dest, np.full(32, values.any() if "any" in step.parts else values.all()), mask)
 
+    def _redux(self, step, mask):
+        function = {"max": np.max, "min": np.min}[step.parts[2]]
+        self.write(step.operands[0], np.full(32, function(self.value(step.operands[1], step.parts[3]))), mask)
+
     def _shfl(self, step, mask):
         if step.parts[2] != "idx":
             return super()._shfl(step, mask)

@@ -28,13 +28,22 @@ from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.kernels.choose.decode_step import (
     BLOCK_K,
-    FIELDS,
     PRODUCT_NAMES,
     TILE_K,
     WAITS,
     ProductName,
     StepTable,
     UnitForm,
+)
+from lowbit.kernels.parts.chosen_experts import (
+    ChosenExperts,
+    choose,
+    four_of_router,
+    product_of_four,
+    read_word,
+    store_choice,
+    warp_sum,
+    weights_of,
 )
 from lowbit.kernels.parts.epilogue import Epilogue, Gate, gate_times_up
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, half_type, ptx, run, source_digest
@@ -112,10 +121,10 @@ class ProductForm:
 
 
 @dataclass(frozen=True)
-class DecodeStep(Polled, SplitAttention):
+class DecodeStep(Polled, SplitAttention, ChosenExperts):
     """The kernel's compile-time configuration. `forms`: of each product's weights, as `StepShape.forms`. `biases`: the products
-    with a bias. `head_norms`: heads of q and k are normed; `sinks`: heads have sinks. `embedding_scale`: factor of
-    embeddings."""
+    with a bias. `head_norms`: heads of q and k are normed; `sinks`: heads have sinks. `embedding_scale`: factor of embeddings.
+    `normalize`: of the weights of chosen experts, as `ChosenExperts`."""
 
     table: StepTable
     half: HalfType
@@ -125,6 +134,7 @@ class DecodeStep(Polled, SplitAttention):
     head_norms: bool
     sinks: bool = False
     embedding_scale: float = 1.0
+    normalize: bool = True
     limit: int = LIMIT
     digest: str = source_digest()
 
@@ -168,7 +178,20 @@ class DecodeStep(Polled, SplitAttention):
         return -(-self.table.blocks // 32)
 
     def field(self, name: str) -> int:
-        return FIELDS.index(name)
+        return self.table.shape.fields.index(name)
+
+    @property
+    def fields(self) -> int:
+        """Number of columns of the table of layers."""
+        return len(self.table.shape.fields)
+
+    def is_routed(self, product: ProductName) -> bool:
+        """True for the products of experts."""
+        return self.table.shape.is_routed(product)
+
+    @property
+    def logits_of_lane(self) -> int:
+        return -(-self.table.shape.experts // 32)
 
     def x_in_registers(self, product: ProductName, index: int) -> bool:
         """True if all of a warp's x stays in registers for all row blocks: at most two k blocks with few sums."""
@@ -207,6 +230,8 @@ class DecodeStep(Polled, SplitAttention):
         for slot in range(t.ring_slots):
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * slot}], {self.loaders};")
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * (t.ring_slots + slot)}], {t.warps};")
+        if t.shape.experts:
+            lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{t.routed_start}], 1;")
         lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; @p st.shared.b32 [at+{t.flag_start}], nil; }}")
         lines.append("@p fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
@@ -400,7 +425,7 @@ def warp_number():
 @gluon.jit
 def field(args, layer, name: gl.constexpr, C: gl.constexpr):
     """Returns a field of the table of layers."""
-    COUNT: gl.constexpr = len(FIELDS_OF)
+    COUNT: gl.constexpr = C.fields
     return gl.load(args.layers + (layer * COUNT + ptx(C.field, name)))
 
 
@@ -408,7 +433,8 @@ PIECES_AT_ONCE = gl.constexpr(8)
 """Vectors of x that a lane asks for at a time."""
 
 EMPTY_WORD = gl.constexpr(EMPTY)
-FIELDS_OF = gl.constexpr(FIELDS)
+FREE_SLOT = gl.constexpr("a free slot, or the choice of experts")
+BEFORE_GATE_UP = gl.constexpr("squares before gate-up, or logits of experts")
 WAITS_OF = gl.constexpr(WAITS)
 K_BLOCK = gl.constexpr(BLOCK_K)
 K_TILE = gl.constexpr(TILE_K)
@@ -418,7 +444,7 @@ TILE = TILE_TOKENS
 @gluon.jit
 def prefetch_layer(args, layer, C: gl.constexpr):
     """Prefetches a layer's row of the table into L2."""
-    COUNT: gl.constexpr = len(FIELDS_OF)
+    COUNT: gl.constexpr = C.fields
     for line in gl.static_range(0, COUNT, 16):
         run("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [args.layers + (layer * COUNT + line)])
 
@@ -462,6 +488,19 @@ def own_row_blocks(product: gl.constexpr, C: gl.constexpr):
     return block * COUNT // BLOCKS, (block + 1) * COUNT // BLOCKS
 
 
+@gluon.jit
+def chosen_expert(start, number, C: gl.constexpr):
+    """Returns the number of a token's chosen expert in the layer."""
+    return read_word(start + C.table.chosen_start + 4 * number, C)
+
+
+@gluon.jit
+def row_block_of_expert(start, row_block, C: gl.constexpr):
+    """Returns a row block of gate-up, counted over all experts, of its number among those of the chosen experts."""
+    COUNT: gl.constexpr = C.table.shape.expert_row_blocks
+    return chosen_expert(start, row_block // COUNT, C) * COUNT + row_block % COUNT
+
+
 # ---- the loader
 
 
@@ -484,16 +523,20 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
     warp = warp_number() & (LOADERS - 1)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + lane * 0
     barriers = start + T.barriers_start
+    ROUTED: gl.constexpr = ptx(C.is_routed, product)
+    SEGMENTS: gl.constexpr = ROUTED and product == "down"
     codes = field(args, layer, product + " codes", C)
     scale = field(args, layer, product + " scale", C)
     first, end = own_row_blocks(product, C)
+    if ROUTED and product == "gate_up":
+        await_barrier(start + T.routed_start, layer & 1, args.status, status_of(layer, FREE_SLOT, C), C)
     for begin in range(first, end, AT_ONCE):
         for part in range(0, ALL, STEP):
             for row_block in range(begin, gl.minimum(begin + AT_ONCE, end)):
                 for number in range(part, part + STEP):
                     await_barrier(
                         barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status,
-                        status_of(layer, "a free slot", C), C,
+                        status_of(layer, FREE_SLOT, C), C,
                     )  # fmt: skip
                     if issued >= MANY:
                         earlier, later = issued - MANY, issued - FEW
@@ -505,7 +548,11 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
                         )  # fmt: skip
                     tiles = gl.maximum(gl.minimum(TILES - number * (2 * UNITS), 2 * UNITS), 0)
                     to = start + place.slot * T.slot_bytes
-                    if UNIT.dense:
+                    if SEGMENTS:
+                        units = gl.where(warp == 0, tiles >> 1, 0)
+                        load_segments(codes, scale, start, lane, barriers + 8 * place.slot, to, row_block, number, units,
+                                      product, index, C)  # fmt: skip
+                    elif UNIT.dense:
                         row = (warp * (16 // LOADERS) + lane) & 15
                         source, size, last = rows_of_slot(codes, row_block, number, tiles, row, product, UNITS, C)
                         to += row * ptx(UNIT.row_bytes, UNITS)
@@ -513,19 +560,58 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
                         scales_size = tiles * 0
                     else:
                         tiles = gl.where(warp == 0, tiles, 0)
-                        tile = lane * 0 + (row_block * TILES + number * (2 * UNITS))
+                        of_w = row_block
+                        if ROUTED:
+                            of_w = row_block_of_expert(start, row_block, C)
+                        tile = lane * 0 + (of_w * TILES + number * (2 * UNITS))
                         source = codes + tile.to(gl.int64) * (UNIT.code_bytes // 2)
                         size = tiles * (UNIT.code_bytes // 2)
                         last = (tiles & 1) * (UNIT.code_bytes // 2)
-                        scales = scale + (lane * 0 + (row_block * ((TILES + 1) // 2) + number * UNITS)) * UNIT.scale_bytes
+                        scales = scale + (lane * 0 + (of_w * ((TILES + 1) // 2) + number * UNITS)) * UNIT.scale_bytes
                         scales_size = ((tiles + 1) >> 1) * UNIT.scale_bytes
-                    run(
-                        ptx(C.fill, product, index), "=r,r,r,r,l,r,l,r,r",
-                        [lane, barriers + 8 * place.slot, to, source, size, scales, scales_size, last],
-                    )  # fmt: skip
+                    if not SEGMENTS:
+                        run(
+                            ptx(C.fill, product, index), "=r,r,r,r,l,r,l,r,r",
+                            [lane, barriers + 8 * place.slot, to, source, size, scales, scales_size, last],
+                        )  # fmt: skip
                     place = later_place(place, 1, C)
                     issued += 1
     return place, issued
+
+
+@gluon.jit
+def load_segments(
+    codes, scale, start, lane, barrier_at, to, row_block, number, units, product: gl.constexpr, index: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Fills the slot `number` of a row block of the down of chosen experts, `units` k blocks in all (0: another warp does). A
+    lane copies those of one expert."""
+    T: gl.constexpr = C.table
+    UNIT: gl.constexpr = ptx(C.form, product, index).unit
+    UNITS: gl.constexpr = ptx(T.units, product, index)
+    K_BLOCKS: gl.constexpr = T.shape.expert_k_blocks
+    ROW_BLOCKS: gl.constexpr = ptx(T.row_blocks, product)
+    TOP: gl.constexpr = T.shape.top_k
+    begin = number * UNITS
+    chosen = begin // K_BLOCKS + lane
+    first = gl.maximum(chosen * K_BLOCKS, begin)
+    count = gl.maximum(gl.minimum(begin + units, (chosen + 1) * K_BLOCKS) - first, 0)
+    of_rows = chosen_expert(start, gl.minimum(chosen, TOP - 1), C) * ROW_BLOCKS + row_block
+    k_block = (of_rows * K_BLOCKS + (first - chosen * K_BLOCKS)).to(gl.int64)
+    place, source = to + (first - begin) * UNIT.code_bytes, codes + k_block * UNIT.code_bytes
+    total = units * (UNIT.code_bytes + UNIT.scale_bytes)
+    if UNIT.scale_bytes > 0:
+        scales = to + (UNITS * UNIT.code_bytes + (first - begin) * UNIT.scale_bytes)
+        run(
+            ptx(C.fill_segments, True), "=r,r,r,r,l,r,r,r,l,r",
+            [lane, barrier_at, place, source, count * UNIT.code_bytes, lane * 0 + total, scales,
+             scale + k_block * UNIT.scale_bytes, count * UNIT.scale_bytes],
+        )  # fmt: skip
+    else:
+        run(
+            ptx(C.fill_segments, False), "=r,r,r,r,l,r,r",
+            [lane, barrier_at, place, source, count * UNIT.code_bytes, lane * 0 + total],
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -764,13 +850,24 @@ def of_own_block(new, old, at, chunk, product: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def add_expert(new, old, at, factors, row_block: gl.constexpr, chunk, C: gl.constexpr):
+    """Returns the sums `old`, and the product `new` of this warp's k block of a chunk times the factors of its expert."""
+    T: gl.constexpr = C.table
+    TOP: gl.constexpr = T.shape.top_k
+    chosen = gl.minimum((chunk * T.warps + at.warp) // T.shape.expert_k_blocks, TOP - 1)
+    place = factors + ((row_block * TOP + chosen) * 16 + (at.lane >> 2)) * 4
+    first, second = asm(C.load_float, "=f,r", [place], gl.float32), asm(C.load_float, "=f,r", [place + 32], gl.float32)
+    return (old[0] + new[0] * first, old[1] + new[1] * first, old[2] + new[2] * second, old[3] + new[3] * second)
+
+
+@gluon.jit
 def multiply_units(
-    args, at, layer, place, accs, x, sums, chunk, number: gl.constexpr, step: gl.constexpr, product: gl.constexpr,
+    args, at, layer, place, accs, x, sums, chunk, factors, number: gl.constexpr, step: gl.constexpr, product: gl.constexpr,
     index: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Adds the products of `number` units, which are read before any is multiplied, so that their instructions do not depend on
     each other. `step` 0: units of as many row blocks in one chunk, with an accumulator each and the same x; 1: those of
-    consecutive chunks of a row block."""
+    consecutive chunks of a row block. `factors`: in down of experts, the address of those of the first row block; else None."""
     S: gl.constexpr = ptx(C.form, product, index).k_block
     WORDS: gl.constexpr = S.words + S.scale_words
     slots = ()
@@ -789,8 +886,15 @@ def multiply_units(
         of_x, of_sums = x[16 * i * step : 16 * (i * step + 1)], sums[S.sums * i * step : S.sums * (i * step + 1)]
         if step == 0:
             acc = accs[4 * i : 4 * i + 4]
-        new = add_unit(read[WORDS * i : WORDS * (i + 1)], of_x, of_sums, acc, product, index, C)
-        products = products + new
+        if factors is None:
+            new = add_unit(read[WORDS * i : WORDS * (i + 1)], of_x, of_sums, acc, product, index, C)
+            products = products + new
+        else:
+            zero = at.lane.to(gl.float32) * 0.0
+            own = (zero, zero, zero, zero)
+            own = add_unit(read[WORDS * i : WORDS * (i + 1)], of_x, of_sums, own, product, index, C)
+            products = products + own
+            new = add_expert(own, acc, at, factors, i * (1 - step), chunk + i * step, C)
         acc = of_own_block(new, acc, at, chunk + i * step, product, C)
         new_accs = new_accs + acc
     for i in gl.static_range(number):
@@ -801,7 +905,9 @@ def multiply_units(
 
 
 @gluon.jit
-def multiply_row_block(args, at, layer, place, x, sums, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+def multiply_row_block(
+    args, at, layer, place, x, sums, factors, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
     """Returns the place after a row block, and this warp's product of it. `x` of all chunks, and its `sums`, in registers."""
     SUMS: gl.constexpr = ptx(C.form, product, index).k_block.sums
     AT_ONCE: gl.constexpr = ptx(C.units_at_once, product, index)
@@ -810,14 +916,14 @@ def multiply_row_block(args, at, layer, place, x, sums, product: gl.constexpr, i
     for chunk in gl.static_range(0, ptx(C.table.chunks, product), AT_ONCE):
         of_x, of_sums = x[16 * chunk : 16 * (chunk + AT_ONCE)], sums[SUMS * chunk : SUMS * (chunk + AT_ONCE)]
         place, acc = multiply_units(
-            args, at, layer, place, acc, of_x, of_sums, chunk, AT_ONCE, 1, product, index, C
+            args, at, layer, place, acc, of_x, of_sums, chunk, factors, AT_ONCE, 1, product, index, C
         )  # fmt: skip
     return place, acc
 
 
 @gluon.jit
 def multiply_chunk(
-    args, at, layer, place, accs, chunk, first: gl.constexpr, number: gl.constexpr, product: gl.constexpr,
+    args, at, layer, place, accs, chunk, factors, first: gl.constexpr, number: gl.constexpr, product: gl.constexpr,
     index: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Adds the products of a chunk of `number` row blocks. `chunk`: since chunk `first`, with which x in shared memory
@@ -828,8 +934,11 @@ def multiply_chunk(
     new = ()
     for i in gl.static_range(0, number, AT_ONCE):
         of_units = accs[4 * i : 4 * min(i + AT_ONCE, number)]
+        of_rows = factors
+        if factors is not None:
+            of_rows = factors + i * (64 * C.table.shape.top_k)
         place, of_units = multiply_units(
-            args, at, layer, place, of_units, x, sums, first + chunk, min(AT_ONCE, number - i), 0, product, index, C
+            args, at, layer, place, of_units, x, sums, first + chunk, of_rows, min(AT_ONCE, number - i), 0, product, index, C
         )  # fmt: skip
         new = new + of_units
     return place, new
@@ -866,7 +975,7 @@ def rms_to_shared(loaded, source, needed, factor, args, at, layer, product: gl.c
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     TURNS: gl.constexpr = C.squares_turns
-    WAIT: gl.constexpr = "squares before gate-up" if product == "gate_up" else "squares before " + product
+    WAIT: gl.constexpr = BEFORE_GATE_UP if product == "gate_up" else "squares before " + product
     if needed:
         at = same_thread(at, C)  # addresses take registers here only
         addresses = squares_of_lane(source, at, C)
@@ -891,7 +1000,7 @@ def row_vectors(args, layer, product: gl.constexpr, index: gl.constexpr, C: gl.c
     bias = None
     gamma = None
     factor = None
-    if CHANNEL is not None:
+    if CHANNEL is not None and not (ptx(C.is_routed, product) and product == "down"):
         channel = field(args, layer, product + " channel_scale", C).to(gl.pointer_type(KIND), bitcast=True)
     if ptx(C.has_bias, product):
         bias = field(args, layer, product + " bias", C).to(gl.pointer_type(gl.float32), bitcast=True)
@@ -927,13 +1036,16 @@ def output_of(args, at, rows, begin, count, product: gl.constexpr, C: gl.constex
     if product == "head" and N % 16 != 0:
         exists = exists & ((begin + row_block) * 16 + row < N)
     of_w = gl.minimum((begin + row_block) * 16 + row, N - 8 * BOTH + 7)
+    of_channel = of_w
+    if rows.channel is not None and ptx(C.is_routed, product):
+        of_channel = row_block_of_expert(at.start, of_w >> 4, C) * 16 + (of_w & 15)
     channel = ()
     bias = ()
     gamma = ()
     old = ()
     for i in gl.static_range(BOTH):
         if rows.channel is not None:
-            channel = channel + (gl.load(rows.channel + of_w + 8 * i).to(gl.float32),)
+            channel = channel + (gl.load(rows.channel + of_channel + 8 * i).to(gl.float32),)
         if rows.bias is not None:
             bias = bias + (gl.load(rows.bias + of_w + 8 * i),)
     if rows.gamma is not None:
@@ -951,7 +1063,7 @@ def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, index: gl.
     place = T.sums_start + parity * T.sums_bytes + out.row_block * ptx(T.sums_stride, product)
     place += ((out.row + 8 * i) * M + out.token) * 4
     total = asm(add_strided(T.warps, 64 * M), "=&f,r", [place], gl.float32) * F.k_block.factor
-    if F.channel is not None:
+    if F.channel is not None and not (ptx(C.is_routed, product) and product == "down"):
         total *= out.channel[i]
     if ptx(C.normed, product):
         total *= asm(C.load_float, "=f,r", [at.start + T.rms_start + out.token * 4], gl.float32)
@@ -1033,7 +1145,8 @@ def receive_x(x, args, at, layer, first: gl.constexpr, product: gl.constexpr, in
     """Gathers x from chunk `first` on, as many chunks as shared memory has, and its sums if the weights' form needs them."""
     CHUNKS: gl.constexpr = min(ptx(C.table.chunks_at_once, product), ptx(C.table.chunks, product) - first)
     WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
-    gather_x(x, args, at, layer, first, product, WAIT, C)
+    if not (ptx(C.is_routed, product) and product == "gate_up"):  # the router has gathered that
+        gather_x(x, args, at, layer, first, product, WAIT, C)
     if ptx(C.form, product, index).k_block.sums > 0 and not ptx(C.x_in_registers, product, index):
         store_x_sums(at, CHUNKS, product, index, C)
 
@@ -1053,7 +1166,11 @@ def multiply_own(
     REGISTERS: gl.constexpr = ptx(C.x_in_registers, product, index)
     STRIDE: gl.constexpr = ptx(T.sums_stride, product)
     TURNS: gl.constexpr = C.squares_turns
+    ROUTED: gl.constexpr = ptx(C.is_routed, product)
+    SQUARES: gl.constexpr = ptx(C.normed, product) and not ROUTED
     rows = row_vectors(args, layer, product, index, C)
+    if ROUTED and product == "down":
+        factors_to_shared(args, at, layer, product, index, C)
     receive_x(x, args, at, layer, 0, product, index, C)
     of_x = ()
     of_sums = ()
@@ -1069,6 +1186,9 @@ def multiply_own(
     for begin in range(first, end, AT_ONCE):
         count = gl.minimum(end - begin, AT_ONCE)
         out = output_of(args, at, rows, begin, count, product, C)
+        factors = None
+        if ROUTED and product == "down":
+            factors = at.start + (T.factors_start + (begin - first) * (64 * T.shape.top_k))
         to = own_sums + parity * T.sums_bytes
         loaded = (at.lane * 0 + EMPTY_WORD,) * TURNS
         if BY_CHUNKS:
@@ -1082,7 +1202,9 @@ def multiply_own(
                     for chunk in range(min(STEP, CHUNKS - part)):
                         if LONG and part + STEP >= CHUNKS:
                             set_flag(at, 1, (begin + count == end) & (part + chunk == CHUNKS - 1), C)
-                        place, accs = multiply_chunk(args, at, layer, place, accs, chunk, part, AT_ONCE, product, index, C)
+                        place, accs = multiply_chunk(
+                            args, at, layer, place, accs, chunk, factors, part, AT_ONCE, product, index, C
+                        )  # fmt: skip
                 else:
                     for chunk in range(min(STEP, CHUNKS - part)):
                         if LONG and part + STEP >= CHUNKS:
@@ -1091,7 +1213,12 @@ def multiply_own(
                         for i in gl.static_range(AT_ONCE):
                             acc = accs[4 * i : 4 * i + 4]
                             if i < count:
-                                place, acc = multiply_chunk(args, at, layer, place, acc, chunk, part, 1, product, index, C)
+                                of_rows = factors
+                                if factors is not None:
+                                    of_rows = factors + i * (64 * T.shape.top_k)
+                                place, acc = multiply_chunk(
+                                    args, at, layer, place, acc, chunk, of_rows, part, 1, product, index, C
+                                )  # fmt: skip
                             new = new + acc
                         accs = new
             for i in gl.static_range(AT_ONCE):
@@ -1101,19 +1228,22 @@ def multiply_own(
                 last = begin + row_block == end - 1
                 if LONG and REGISTERS:
                     set_flag(at, 1, last, C)
-                if ptx(C.normed, product):  # late, when they have arrived; products take longer than the loads
+                if SQUARES:  # late, when they have arrived; products take longer than the loads
                     needed = (begin == first) & (row_block == count - 1) & (warp < M)
                     loaded = squares_ahead(loaded, squares_of, at, needed, C)
                 acc = (zero, zero, zero, zero)
+                of_rows = factors
+                if factors is not None:
+                    of_rows = factors + row_block * (64 * T.shape.top_k)
                 if REGISTERS:
-                    place, acc = multiply_row_block(args, at, layer, place, of_x, of_sums, product, index, C)
+                    place, acc = multiply_row_block(args, at, layer, place, of_x, of_sums, of_rows, product, index, C)
                 else:
                     for chunk in range(CHUNKS):
                         if LONG:
                             set_flag(at, 1, last & (chunk == CHUNKS - 1), C)
-                        place, acc = multiply_chunk(args, at, layer, place, acc, chunk, 0, 1, product, index, C)
+                        place, acc = multiply_chunk(args, at, layer, place, acc, chunk, of_rows, 0, 1, product, index, C)
                 run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * STRIDE, pair) + acc)
-        if ptx(C.normed, product):
+        if SQUARES:
             needed = (begin == first) & (warp < M)
             rms_to_shared(loaded, squares_of, needed, rows.factor, args, at, layer, product, C)
         barrier()
@@ -1156,6 +1286,121 @@ def multiply_forms(args, at, layer, place, parity, x, squares_of, product: gl.co
             if form == index:
                 place, parity = multiply_product(args, at, layer, place, parity, x, squares_of, product, index, C)
     return place, parity
+
+
+# ---- experts
+
+
+@gluon.jit
+def router_words(args, at, layer, C: gl.constexpr):
+    """Returns a lane's columns of this block's rows of the router, in the order [row][chunk]; of rows that do not exist those
+    of others."""
+    T: gl.constexpr = C.table
+    K: gl.constexpr = T.shape.hidden
+    ROWS: gl.constexpr = T.router_rows
+    CHUNKS: gl.constexpr = ptx(T.chunks, "gate_up")
+    router = field(args, layer, "router", C)
+    first, _ = own_experts(C)
+    words = ()
+    for row in gl.static_range(ROWS):
+        expert = gl.minimum(first + row, T.shape.experts - 1)
+        for chunk in gl.static_range(CHUNKS):
+            column = gl.minimum((chunk * T.warps + at.warp) * K_BLOCK + 4 * at.lane, K - 4)
+            words = words + four_of_router(router + (expert * K + column).to(gl.int64) * 2, C)
+    return words
+
+
+@gluon.jit
+def own_experts(C: gl.constexpr):
+    """Returns the first expert whose logit this block computes, and the one after its last."""
+    COUNT: gl.constexpr = C.table.shape.experts
+    BLOCKS: gl.constexpr = C.table.blocks
+    block = gl.program_id(0)
+    return block * COUNT // BLOCKS, (block + 1) * COUNT // BLOCKS
+
+
+@gluon.jit
+def route(args, at, layer, parity, C: gl.constexpr):
+    """Chooses the experts of the token: stores their numbers and weights, and 1 / rms, in shared memory. Every block computes
+    its rows of the router, and the choice by itself. x stays in shared memory, for gate-up."""
+    T: gl.constexpr = C.table
+    ROWS: gl.constexpr = T.router_rows
+    CHUNKS: gl.constexpr = ptx(T.chunks, "gate_up")
+    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, "gate_up")
+    at = same_thread(at, C)
+    warp = warp_number()
+    words = router_words(args, at, layer, C)
+    factor = row_vectors(args, layer, "gate_up", 0, C).factor
+    gather_x(vector(args, layer, "mlp_x", C), args, at, layer, 0, "gate_up", "x of gate-up", C)
+    own_x = at.start + T.x_start + at.warp * T.x_warp_bytes + at.lane * 8
+    sums_at = at.start + (T.sums_start + parity * T.sums_bytes)
+    for row in gl.static_range(ROWS):
+        total = at.lane.to(gl.float32) * 0.0
+        for chunk in gl.static_range(CHUNKS):
+            w = words[2 * (row * CHUNKS + chunk) : 2 * (row * CHUNKS + chunk + 1)]
+            product = product_of_four(w, own_x + 256 * chunk, C)
+            total += gl.where(chunk * T.warps + at.warp < K_BLOCKS, product, 0.0)
+        total = warp_sum(total)
+        run(C.store_float, "=r,r,f,r", [sums_at + (row * T.warps + at.warp) * 4, total, (at.lane == 0).to(gl.int32)])
+    barrier()
+    if warp == 0:
+        choose_experts(args, at, layer, sums_at, factor, C)
+    barrier()
+    return parity ^ 1
+
+
+@gluon.jit
+def choose_experts(args, at, layer, sums_at, factor, C: gl.constexpr):
+    """Adds up this block's logits, of which the warps' sums are at `sums_at`, and publishes them; then chooses the experts by
+    all logits. One warp executes it."""
+    T: gl.constexpr = C.table
+    EXPERTS: gl.constexpr = T.shape.experts
+    TOP: gl.constexpr = T.shape.top_k
+    ROWS: gl.constexpr = T.router_rows
+    TURNS: gl.constexpr = C.logits_of_lane
+    SQUARES: gl.constexpr = C.squares_turns
+    at = same_thread(at, C)
+    logits = vector(args, layer, "logits", C)
+    first, end = own_experts(C)
+    for row in gl.static_range(ROWS):
+        of_warp = asm(C.load_float, "=f,r", [sums_at + (row * T.warps + gl.minimum(at.lane, T.warps - 1)) * 4], gl.float32)
+        total = warp_sum(gl.where(at.lane < T.warps, of_warp, 0.0))
+        publish(logits + (first + row + at.lane * 0) * 4, total, ((at.lane == 0) & (first + row < end)).to(gl.int32), C)
+    nothing = (at.lane * 0 + EMPTY_WORD,) * SQUARES
+    rms_to_shared(nothing, vector(args, layer, "mlp_squares", C), warp_number() == 0, factor, args, at, layer, "gate_up", C)
+    run(C.sync_warp, "=r", [])
+    root = asm(C.load_float, "=f,r", [at.start + T.rms_start], gl.float32)
+    addresses = ()
+    for i in gl.static_range(TURNS):
+        addresses = addresses + (logits + gl.minimum(at.lane + 32 * i, EXPERTS - 1) * 4,)
+    words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, BEFORE_GATE_UP, C), TURNS, 1, C)
+    expert, key = choose(words, at.lane, EXPERTS, TOP, C)
+    store_choice(at.start + T.chosen_start, at.lane, expert, TOP, C)
+    run(C.arrive, "=r,r,r", [at.start + T.routed_start, at.lane])
+    store_choice(at.start + T.weights_start, at.lane, weights_of(words, key, root, at.lane, EXPERTS, TOP, C), TOP, C)
+
+
+@gluon.jit
+def factors_to_shared(args, at, layer, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Stores the factors of this block's rows of down for each chosen expert: its weight, times the scales of channels."""
+    T: gl.constexpr = C.table
+    N: gl.constexpr = T.shape.hidden
+    TOP: gl.constexpr = T.shape.top_k
+    CHANNEL: gl.constexpr = ptx(C.form, product, index).channel
+    KIND: gl.constexpr = gl.float32 if CHANNEL == "fp32" else gl.bfloat16
+    THREADS: gl.constexpr = C.threads
+    MOST: gl.constexpr = (ptx(T.row_blocks, product) + T.blocks - 1) // T.blocks * 16 * TOP
+    first, _ = own_row_blocks(product, C)
+    for begin in gl.static_range(0, MOST, THREADS):
+        i = begin + at.index
+        chosen = (i >> 4) % TOP
+        row = gl.minimum((first + (i >> 4) // TOP) * 16 + (i & 15), N - 1)
+        factor = asm(C.load_float, "=f,r", [at.start + T.weights_start + 4 * chosen], gl.float32)
+        if CHANNEL is not None:
+            channel = field(args, layer, product + " channel_scale", C).to(gl.pointer_type(KIND), bitcast=True)
+            factor *= gl.load(channel + (chosen_expert(at.start, chosen, C) * N + row)).to(gl.float32)
+        run(C.store_float, "=r,r,f,r", [at.start + T.factors_start + 4 * i, factor, (i < MOST).to(gl.int32)])
+    barrier()
 
 
 # ---- attention
@@ -1389,6 +1634,8 @@ def math_warps(args, C: gl.constexpr):
         attention(args, at, layer, vectors, parity, C)
         attended = vector(args, layer, "attended", C)
         place, parity = multiply_forms(args, at, layer, place, parity, attended, attended, "o", C)
+        if T.shape.experts > 0:
+            parity = route(args, at, layer, parity, C)
         x = vector(args, layer, "mlp_x", C)
         squares = vector(args, layer, "mlp_squares", C)
         place, parity = multiply_forms(args, at, layer, place, parity, x, squares, "gate_up", C)
@@ -1427,12 +1674,14 @@ class StepPlan:
     """Plan of a decode step in one launch: created once for a table and the forms of its weights, called many times.
 
     forms: of each product's weights, as `StepShape.forms`. biases: the products with a bias. head_norms: heads of q and k are
-    normed; sinks: heads have sinks. embedding_scale: factor of embeddings.
+    normed; sinks: heads have sinks. embedding_scale: factor of embeddings. normalize: the weights of chosen experts are a
+    softmax over them, not over all experts.
     """
 
     def __init__(
         self, table: StepTable, forms: tuple[tuple[WeightForm, ...], ...], dtype: torch.dtype, gate: Gate,
         biases: tuple[ProductName, ...] = (), head_norms: bool = False, sinks: bool = False, embedding_scale: float = 1.0,
+        normalize: bool = True,
     ) -> None:  # fmt: skip
         self.table, half = table, half_type(dtype)
         products = tuple(
@@ -1440,7 +1689,9 @@ class StepPlan:
             for units, of_product in zip(table.shape.forms, forms, strict=True)
         )
         epilogue = Epilogue(False, False, table.blocks, gate)
-        self.config = DecodeStep(table, half, products, epilogue, biases, head_norms, sinks, embedding_scale)
+        self.config = DecodeStep(
+            table, half, products, epilogue, biases, head_norms, sinks, embedding_scale, normalize
+        )  # fmt: skip
         self.launch = Launcher(decode_step, (table.blocks, 1, 1), table.warps, cooperative=True)
 
     def __call__(
@@ -1450,7 +1701,7 @@ class StepPlan:
         """Computes h [M, H] and, if the table has a head, logits [M, V]; returns the head's x [M, H] and squares float32
         [blocks, M], both in `vectors`.
 
-        layers int64 [layers + 1, FIELDS]: what `choose.decode_step.FIELDS` names. vectors int32 [table.words]: any contents.
+        layers int64 [layers + 1, fields]: what `StepShape.fields` names. vectors int32 [table.words]: any contents.
         tokens int32 [slots]. embedding [V, H]: of h's type, or uint8 codes with row_scale [V]. rows int32 [M]: the slots of
         tokens, positions and tables. status int32 [1]: 0, or the wait that took too long, which no launch clears.
         """

@@ -26,7 +26,8 @@ LOADER_WARPS = 4
 
 def plan_of(case: Case) -> StepPlan:
     return StepPlan(
-        case.table, case.forms, case.dtype, "silu", case.biases, case.head_norms, case.sinks, case.embedding_scale
+        case.table, case.forms, case.dtype, "silu", case.biases, case.head_norms, case.sinks, case.embedding_scale,
+        case.normalize,
     )  # fmt: skip
 
 
@@ -123,6 +124,33 @@ CASES = {
         {},
     ),
 }
+
+
+EXPERTS = {
+    "two of eight": ({"experts": 8, "top_k": 2, "layers": 2}, {}),
+    "all of three": ({"experts": 3, "top_k": 3, "blocks": 5}, {"contexts": (40,)}),
+    "ties": ({"experts": 10, "top_k": 3, "layers": 2}, {"ties": True}),
+    "one of 40": ({"experts": 40, "top_k": 1}, {"normalize": False}),
+    "softmax over all, bf16": ({"experts": 6, "top_k": 2, "blocks": 3}, {"normalize": False, "dtype": torch.bfloat16}),
+    "experts of two k blocks": ({"experts": 8, "top_k": 3, "intermediate": 256, "blocks": 3, "vocab": 64, "schemes":
+                                 alike("w4a16_g128", "w8a16")}, {"head_norms": True, "contexts": (40,)}),
+    "experts by channel": ({"experts": 8, "top_k": 5, "schemes": alike("w8a16")}, {}),
+    "experts of three k blocks": ({"experts": 5, "top_k": 4, "intermediate": 384, "hidden": 192, "heads": 3, "kv_heads": 3,
+                                   "schemes": alike("w6e3m2a16_g64")}, {}),
+    "experts with zeros": ({"experts": 8, "top_k": 2, "schemes": alike("w4a16_g128_z")}, {}),
+    "experts beside 16 bits": (
+        {"experts": 8, "top_k": 2, "schemes": (("16",), ("16", "w8a16"), ("w8a16",), ("w4a16_g64", "w8a16"), ()), "layers": 2},
+        {"biases": ("qkv",)},
+    ),
+}  # fmt: skip
+"""Mixtures of experts, of one token."""
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_emulated(name):
+    """As `test_emulated`, with a router and its experts."""
+    shape, options = EXPERTS[name]
+    emulate(small_table(**shape), shape.get("schemes", ()), options)
 
 
 @pytest.mark.parametrize("name", CASES)
