@@ -1506,11 +1506,11 @@ def attend_tiles(args, at, layer, vectors, task, tile, begin, end, parity, C: gl
             new_k = of_row(q, A.group, at, 4 * KEYS)
         else:
             of_k = qkv + (A.heads + task.kv_head) * (A.head_dim * 2) + pair * 16
-            addresses = ()
+            of_keys = ()
             for j in gl.static_range(KEYS):
-                addresses = addresses + (of_k + 64 * j,)
-            words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), KEYS, 4, C)
-            new_k = turn_head(words, vectors.k_gamma + pair * 0, angles, at, C)
+                of_keys = of_keys + (of_k + 64 * j,)
+            keys = poll(of_keys, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), KEYS, 4, C)
+            new_k = turn_head(keys, vectors.k_gamma + pair * 0, angles, at, C)
         append(vectors.k, vectors.v, task, at, new_k, new_v, own, C)
         k = chosen(own, new_k, k, 4 * KEYS)
     place = T.sums_start + parity * T.sums_bytes

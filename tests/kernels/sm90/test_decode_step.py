@@ -93,6 +93,7 @@ CASES = {
     "heads of 128": ({"head_dim": 128, "heads": 1}, {"contexts": (70,)}),
     "groups of 4": ({"heads": 4}, {"contexts": (65,)}),
     "groups of 6": ({"heads": 6, "hidden": 384}, {"contexts": (65,)}),
+    "groups of 8": ({"heads": 8, "hidden": 512, "layers": 2}, {"contexts": (65,), "head_norms": True}),
     "biases and norms": ({}, {"biases": PRODUCT_NAMES, "head_norms": True, "contexts": (40,)}),
     "bf16": ({}, {"dtype": torch.bfloat16, "contexts": (40,)}),
     "eight rows": ({"tokens": 8, "warps": 8}, {"contexts": (0, 1, 2, 40, 64, 70, 5, 128)}),
