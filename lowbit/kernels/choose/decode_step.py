@@ -469,7 +469,8 @@ class StepTable:
     def starts(self) -> dict[str, int]:
         """Start of each vector in a layer's words: 16-bit vectors next_x, mlp_x, qkv, attended, gated [tokens, features];
         float32 next_squares, mlp_squares [blocks, tokens], tops [tasks, group, 2], parts [tasks, group, head_dim], logits
-        [experts] of a router, not yet divided by the rms. The embedding has the first two, next_x and next_squares, after the last layer's words."""
+        [experts] of a router, not yet divided by the rms. The embedding has the first two, next_x and next_squares, after the
+        last layer's words."""
         s, a = self.shape, self.shape.attention
         widths = {"mlp_x": s.hidden, "qkv": a.features, "attended": a.heads * a.head_dim, "gated": s.intermediate}
         sizes = {"next_x": s.tokens * s.hidden // 2, "next_squares": self.blocks * s.tokens}
@@ -551,9 +552,7 @@ def _expert_refusals(s: StepShape) -> list[str]:
     if s.intermediate % (s.top_k * BLOCK_K):
         reasons.append(f"experts have a multiple of {BLOCK_K} columns of down, not {s.intermediate // s.top_k}")
     if s.experts > MOST_EXPERTS or not 1 <= s.top_k <= min(MOST_CHOSEN, s.experts):
-        reasons.append(
-            f"a token chooses up to {MOST_CHOSEN} of up to {MOST_EXPERTS} experts, not {s.top_k} of {s.experts}"
-        )
+        reasons.append(f"a token chooses up to {MOST_CHOSEN} of up to {MOST_EXPERTS} experts, not {s.top_k} of {s.experts}")
     if any(form.dense for name in ("gate_up", "down") for form in s.forms[PRODUCT_NAMES.index(name)]):
         reasons.append("experts have codes in fragment order, not 16 bits")
     return reasons
@@ -578,13 +577,15 @@ def wait_of(status: int) -> tuple[int, str]:
 @dataclass(frozen=True)
 class Faster:
     """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps
-    of `tokens` tokens, for layers of `least_bytes` to `most_bytes` of weights, in contexts of up to `context` tokens."""
+    of `tokens` tokens, for layers of `least_bytes` to `most_bytes` of weights that a step reads, in contexts of up to `context`
+    tokens. `experts`: of MLPs that are experts, else of dense ones."""
 
     gpu: str
     tokens: int
     least_bytes: int
     most_bytes: int
     context: int
+    experts: bool = False
 
 
 FASTER: tuple[Faster, ...] = ()
@@ -595,5 +596,6 @@ fault, and was changed since. Where there is none, `persistent_step=None` of an 
 
 def faster_context(shape: StepShape, machine: Machine) -> int:
     """Returns the longest context in which one launch was measured to be faster; 0 if there is none."""
-    rows = (row for row in FASTER if machine.product.startswith(row.gpu) and row.tokens == shape.tokens)
+    kind = shape.tokens, shape.experts > 0
+    rows = (row for row in FASTER if machine.product.startswith(row.gpu) and (row.tokens, row.experts) == kind)
     return max((row.context for row in rows if row.least_bytes <= shape.layer_bytes <= row.most_bytes), default=0)

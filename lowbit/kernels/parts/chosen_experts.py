@@ -1,8 +1,8 @@
 """The experts of a token in the warps of a persistent kernel: rows of a router, the choice, segments of weights.
 
-A router's rows are divided among all blocks: a warp multiplies 128 columns of a row, 4 in a lane. The choice takes one warp, which
-has logit l + 32 i in lane l: the largest key, then the lowest expert with that key, in two reductions a turn. So the experts of a
-token are distinct and exist, whatever the logits are.
+A router's rows are divided among all blocks: a warp multiplies 128 columns of a row, 4 in a lane. The choice takes one warp,
+which has logit l + 32 i in lane l: the largest key, then the lowest expert with that key, in two reductions a turn. So the
+experts of a token are distinct and exist, whatever the logits are.
 
 A slot of down's weights has k blocks of a few chosen experts one after another. Each of these segments is contiguous in memory,
 and a lane of the loader copies one.
@@ -20,8 +20,8 @@ NEVER = gl.constexpr(-(1 << 31))
 
 
 class ChosenExperts:
-    """The PTX of the choice, for a kernel's configuration to inherit. `normalize`: weights are a softmax over the chosen experts,
-    not over all."""
+    """The PTX of the choice, for a kernel's configuration to inherit. `normalize`: weights are a softmax over the chosen
+    experts, not over all."""
 
     normalize: bool
 
@@ -123,8 +123,8 @@ def warp_sum(x):
 
 @gluon.jit
 def weights_of(words, own_key, root, lane, experts: gl.constexpr, top_k: gl.constexpr, C: gl.constexpr):
-    """Returns a lane's router weight, float32: the softmax of logits times `root` over all experts, or with C.normalize over the
-    chosen ones. `own_key` as returned by `choose`."""
+    """Returns a lane's router weight, float32: the softmax of logits times `root` over all experts, or with C.normalize over
+    the chosen ones. `own_key` as returned by `choose`."""
     TURNS: gl.constexpr = C.logits_of_lane
     logit = (own_key ^ ((own_key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True) * root
     top = asm(C.from_first, "=r,r", [logit], gl.float32)

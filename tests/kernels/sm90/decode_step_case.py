@@ -35,8 +35,8 @@ VOCAB = 50
 @dataclass
 class Case:
     """Tensors of a step. `contexts`: older tokens of each row. `schemes`: a scheme for each product, as `forms_of_schemes`.
-    `windows`: of each layer, 0 for none. Weights have mean 0 and sizes that keep activations near 1. `ties`: every second expert
-    has the router's row of the one before it. `normalize`: weights of experts add up to 1."""
+    `windows`: of each layer, 0 for none. Weights have mean 0 and sizes that keep activations near 1. `ties`: every second
+    expert has the router's row of the one before it. `normalize`: weights of experts add up to 1."""
 
     table: StepTable
     schemes: tuple[tuple[str, ...], ...] = ()
