@@ -269,7 +269,15 @@ GPU_SHAPES = {
     "llama": {"hidden": 1024, "intermediate": 3584, "heads": 8, "kv_heads": 2, "head_dim": 128, "layers": 3},
     "qwen": {"hidden": 896, "intermediate": 1152, "heads": 14, "kv_heads": 2, "head_dim": 64, "layers": 2},
     "smollm2": {"hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3, "head_dim": 64, "layers": 3},
-}
+    "qwen3 moe": {
+        "hidden": 2048, "intermediate": 8 * 768, "heads": 16, "kv_heads": 2, "head_dim": 128, "layers": 2, "experts": 16,
+        "top_k": 8,
+    },
+    "mixtral": {
+        "hidden": 1024, "intermediate": 2 * 1792, "heads": 8, "kv_heads": 2, "head_dim": 128, "layers": 2, "experts": 8,
+        "top_k": 2,
+    },
+}  # fmt: skip
 
 
 def gpu_case(name, tokens=1, schemes=None, windows=(), **options):
@@ -279,7 +287,10 @@ def gpu_case(name, tokens=1, schemes=None, windows=(), **options):
     )
     attention = AttentionShape(heads, kv_heads, dim, dim**-0.5, dim, norm_eps=1e-6)
     vocab = 5008 if schemes[4] else 0
-    step = StepShape(layers, hidden, intermediate, attention, tokens, forms_of_schemes(schemes), vocab, bool(windows))
+    experts, top_k = (GPU_SHAPES[name].get(key, default) for key, default in (("experts", 0), ("top_k", 1)))
+    step = StepShape(
+        layers, hidden, intermediate, attention, tokens, forms_of_schemes(schemes), vocab, bool(windows), experts, top_k
+    )  # fmt: skip
     table = step_table(step, machine_of("cuda"))
     return remembered(Case(table, schemes, windows=windows, device="cuda", **options))
 
@@ -292,7 +303,7 @@ def on_a_gpu(case, largest):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", GPU_SHAPES)
+@pytest.mark.parametrize("name", ["llama", "qwen", "smollm2"])
 @pytest.mark.parametrize("contexts", [(0,), (1,), (129,), (1000,), (5, 700), (0, 127, 128, 2000)], ids=str)
 def test_on_a_gpu(name, contexts):
     options = {"biases": ("qkv",), "head_norms": True} if name == "qwen" else {}
@@ -320,9 +331,23 @@ def test_forms_on_a_gpu(name, dtype):
 
 
 @pytest.mark.gpu
-def test_equal_bits_on_a_gpu():
+@pytest.mark.parametrize("name", ["qwen3 moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("w4a16_g128", torch.float16), ("w8a16", torch.bfloat16), ("w6e3m2a16_g64", torch.float16), ("w4a16_g64", torch.bfloat16)],
+    ids=str,
+)
+def test_experts_on_a_gpu(name, scheme, dtype):
+    options = {"head_norms": True, "normalize": name == "mixtral"}
+    case = gpu_case(name, schemes=alike(scheme, "w8a16"), contexts=(700,), dtype=dtype, **options)
+    on_a_gpu(case, 2e-3 if dtype == torch.float16 else 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
+def test_equal_bits_on_a_gpu(name):
     """1,000 launches give the same bits, also beside a stream that loads the memory."""
-    case = gpu_case("llama", contexts=(1000,))
+    case = gpu_case(name, contexts=(1000,))
     plan, layers, table = plan_of(case), case.layers, case.table
     vectors, first = torch.zeros(table.words, dtype=torch.int32, device="cuda"), None
     side, large = torch.cuda.Stream(), torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
