@@ -428,10 +428,14 @@ class StepTable:
         return self.weights_start + 4 * MOST_CHOSEN
 
     @property
+    def factors(self) -> int:
+        """Largest number of a block's factors."""
+        return 16 * -(-self.row_blocks("down") // self.blocks) * self.shape.top_k
+
+    @property
     def routing_bytes(self) -> int:
         """Shared memory for experts."""
-        most = -(-self.row_blocks("down") // self.blocks)
-        return 16 + 8 * MOST_CHOSEN + 64 * most * self.shape.top_k if self.shape.experts else 0
+        return 16 + 8 * MOST_CHOSEN + 4 * self.factors if self.shape.experts else 0
 
     @property
     def shared_bytes(self) -> int:

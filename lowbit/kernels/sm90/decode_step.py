@@ -185,6 +185,11 @@ class DecodeStep(Polled, SplitAttention, ChosenExperts):
         return self.table.shape.is_routed(product)
 
     @property
+    def factor_turns(self) -> int:
+        """Largest number of a thread's factors of rows of down."""
+        return -(-self.table.factors // self.threads)
+
+    @property
     def logits_of_lane(self) -> int:
         return -(-self.table.shape.experts // 32)
 
@@ -1039,9 +1044,12 @@ def multiply_own(
     ROUTED: gl.constexpr = ptx(C.is_routed, product)
     SQUARES: gl.constexpr = ptx(C.normed, product) and not ROUTED
     rows = row_vectors(args, layer, product, index, C)
+    scales = ()
     if ROUTED and product == "down":
-        factors_to_shared(args, at, layer, product, index, C)
+        scales = channel_scales(args, at, layer, product, index, C)
     receive_x(x, args, at, layer, 0, product, index, C)
+    if ROUTED and product == "down":
+        store_factors(at, scales, product, index, C)
     of_x = ()
     of_sums = ()
     if REGISTERS:
@@ -1202,6 +1210,7 @@ def route(args, at, layer, parity, C: gl.constexpr):
     words = router_words(args, at, layer, C)
     factor = row_vectors(args, layer, "gate_up", 0, C).factor
     gather_x(vector(args, layer, "mlp_x", C), args, at, layer, 0, "gate_up", "x of gate-up", C)
+    set_flag(at, 0, at.index == 0, C)
     own_x = at.start + T.x_start + at.warp * T.x_warp_bytes + at.lane * 8
     sums_at = at.start + (T.sums_start + parity * T.sums_bytes)
     for row in gl.static_range(ROWS):
@@ -1251,25 +1260,44 @@ def choose_experts(args, at, layer, sums_at, factor, C: gl.constexpr):
 
 
 @gluon.jit
-def factors_to_shared(args, at, layer, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
-    """Stores the factors of this block's rows of down for each chosen expert: its weight, times the scales of channels."""
-    T: gl.constexpr = C.table
-    N: gl.constexpr = T.shape.hidden
-    TOP: gl.constexpr = T.shape.top_k
+def factor_of_thread(at, turn: gl.constexpr, C: gl.constexpr):
+    """Returns (number, chosen expert, row) of a thread's factor of rows of down: the factors are [own row block, chosen expert,
+    row], divided among the threads in turns."""
+    TOP: gl.constexpr = C.table.shape.top_k
+    number = turn * C.threads + at.index
+    first, _ = own_row_blocks("down", C)
+    row = (first + (number >> 4) // TOP) * 16 + (number & 15)
+    return number, (number >> 4) % TOP, gl.minimum(row, C.table.shape.hidden - 1)
+
+
+@gluon.jit
+def channel_scales(args, at, layer, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns the scales of channels for a thread's factors, if down has such. It is called before the wait for x, in which its
+    loads take no time."""
     CHANNEL: gl.constexpr = ptx(C.form, product, index).channel
     KIND: gl.constexpr = gl.float32 if CHANNEL == "fp32" else gl.bfloat16
-    THREADS: gl.constexpr = C.threads
-    MOST: gl.constexpr = (ptx(T.row_blocks, product) + T.blocks - 1) // T.blocks * 16 * TOP
-    first, _ = own_row_blocks(product, C)
-    for begin in gl.static_range(0, MOST, THREADS):
-        i = begin + at.index
-        chosen = (i >> 4) % TOP
-        row = gl.minimum((first + (i >> 4) // TOP) * 16 + (i & 15), N - 1)
+    TURNS: gl.constexpr = C.factor_turns
+    scales = ()
+    if CHANNEL is not None:
+        channel = field(args, layer, product + " channel_scale", C).to(gl.pointer_type(KIND), bitcast=True)
+        for turn in gl.static_range(TURNS):
+            _, chosen, row = factor_of_thread(at, turn, C)
+            expert = chosen_expert(at.start, chosen, C)
+            scales = scales + (gl.load(channel + (expert * C.table.shape.hidden + row)),)
+    return scales
+
+
+@gluon.jit
+def store_factors(at, scales, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Stores a thread's factors in shared memory: the weight of the expert, times the scale of the row."""
+    T: gl.constexpr = C.table
+    TURNS: gl.constexpr = C.factor_turns
+    for turn in gl.static_range(TURNS):
+        number, chosen, _ = factor_of_thread(at, turn, C)
         factor = asm(C.load_float, "=f,r", [at.start + T.weights_start + 4 * chosen], gl.float32)
-        if CHANNEL is not None:
-            channel = field(args, layer, product + " channel_scale", C).to(gl.pointer_type(KIND), bitcast=True)
-            factor *= gl.load(channel + (chosen_expert(at.start, chosen, C) * N + row)).to(gl.float32)
-        run(C.store_float, "=r,r,f,r", [at.start + T.factors_start + 4 * i, factor, (i < MOST).to(gl.int32)])
+        if ptx(C.form, product, index).channel is not None:
+            factor *= scales[turn].to(gl.float32)
+        run(C.store_float, "=r,r,f,r", [at.start + T.factors_start + 4 * number, factor, (number < T.factors).to(gl.int32)])
     barrier()
 
 
