@@ -1,8 +1,8 @@
 """The experts of a token in the warps of a persistent kernel: rows of a router, the choice, segments of weights.
 
 A router's rows are divided among all blocks: a warp multiplies 128 columns of a row, 4 in a lane. The choice takes one warp,
-which has logit l + 32 i in lane l: the largest key, then the lowest expert with that key, in two reductions a turn. So the
-experts of a token are distinct and exist, whatever the logits are.
+which has logit l + 32 i in lane l. Each lane sorts its logits; then a turn is two reductions of the lanes' first ones: the
+largest key, then the lowest expert with that key. So the experts of a token are distinct and exist, whatever the logits are.
 
 A slot of down's weights has k blocks of a few chosen experts one after another. Each of these segments is contiguous in memory,
 and a lane of the loader copies one.
@@ -86,30 +86,46 @@ def key_of(bits):
 
 
 @gluon.jit
+def sorted_keys(words, lane, experts: gl.constexpr, C: gl.constexpr):
+    """Returns (keys, experts) of a lane's logits, whose bits are `words`: the largest key first, of equal ones the first
+    expert."""
+    COUNT: gl.constexpr = C.logits_of_lane
+    keys = ()
+    numbers = ()
+    for i in gl.static_range(COUNT):
+        keys = keys + (gl.where(lane + 32 * i < experts, key_of(words[i]), NEVER),)
+        numbers = numbers + (lane + 32 * i,)
+    for turn in gl.static_range(COUNT - 1):
+        for i in gl.static_range(COUNT - 1 - turn):
+            later = keys[i + 1] > keys[i]
+            both = (gl.where(later, keys[i + 1], keys[i]), gl.where(later, keys[i], keys[i + 1]))
+            of_both = (gl.where(later, numbers[i + 1], numbers[i]), gl.where(later, numbers[i], numbers[i + 1]))
+            keys = keys[0:i] + both + keys[i + 2 : COUNT]
+            numbers = numbers[0:i] + of_both + numbers[i + 2 : COUNT]
+    return keys, numbers
+
+
+@gluon.jit
 def choose(words, lane, experts: gl.constexpr, top_k: gl.constexpr, C: gl.constexpr):
     """Returns (expert, key) of the choice with a lane's number, of logits whose bits are `words`; lanes from top_k on have
     those of the first."""
-    TURNS: gl.constexpr = C.logits_of_lane
-    keys = ()
-    for i in gl.static_range(TURNS):
-        keys = keys + (gl.where(lane + 32 * i < experts, key_of(words[i]), NEVER),)
+    COUNT: gl.constexpr = C.logits_of_lane
+    keys, numbers = sorted_keys(words, lane, experts, C)
     own = lane * 0
     own_key = lane * 0
     for turn in gl.static_range(top_k):
-        best = keys[0]
-        for i in gl.static_range(1, TURNS):
-            best = gl.maximum(best, keys[i])
-        best = asm(C.largest, "=r,r", [best], gl.int32)
-        index = lane * 0 + (experts - 1)
-        for i in gl.static_range(TURNS):
-            index = gl.minimum(index, gl.where(keys[i] == best, lane + 32 * i, experts - 1))
-        index = asm(C.smallest, "=r,r", [index], gl.int32)
+        best = asm(C.largest, "=r,r", [keys[0]], gl.int32)
+        expert = asm(C.smallest, "=r,r", [gl.where(keys[0] == best, numbers[0], experts - 1)], gl.int32)
         this = (lane == turn) | (turn == 0)
-        own, own_key = gl.where(this, index, own), gl.where(this, best, own_key)
+        own, own_key = gl.where(this, expert, own), gl.where(this, best, own_key)
+        taken = numbers[0] == expert
         left = ()
-        for i in gl.static_range(TURNS):
-            left = left + (gl.where(lane + 32 * i == index, NEVER, keys[i]),)
-        keys = left
+        of_left = ()
+        for i in gl.static_range(COUNT - 1):
+            left = left + (gl.where(taken, keys[i + 1], keys[i]),)
+            of_left = of_left + (gl.where(taken, numbers[i + 1], numbers[i]),)
+        keys = left + (gl.where(taken, NEVER, keys[COUNT - 1]),)
+        numbers = of_left + (numbers[COUNT - 1],)
     return own, own_key
 
 

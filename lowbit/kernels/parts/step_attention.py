@@ -144,6 +144,8 @@ def attend_tiles(args, at, layer, vectors, task, tile, begin, end, parity, C: gl
     words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), COUNT, 4, C)
     new_v = words[4 * KEYS : 4 * COUNT]
     q = turn_head(words[0 : 4 * KEYS], gl.where(is_q, vectors.q_gamma, vectors.k_gamma), angles, at, C)
+    if A.group == 8:  # k is in no lane yet, and registers are few while it is turned
+        store_query(q, at, T.sums_start + parity * T.sums_bytes, C)
     if task.split == 0:
         if A.group < 8:
             new_k = of_row(q, A.group, at, 4 * KEYS)
@@ -157,7 +159,10 @@ def attend_tiles(args, at, layer, vectors, task, tile, begin, end, parity, C: gl
         append(vectors.k, vectors.v, task, at, new_k, new_v, own, C)
         k = chosen(own, new_k, k, 4 * KEYS)
     place = T.sums_start + parity * T.sums_bytes
-    store_query(q, at, place, C)
+    if A.group == 8:
+        q = load_query(at, place, C)
+    else:
+        store_query(q, at, place, C)
     first, second = tile_scores(q, k, task, at, tile, gl.where(own, task.position + 1, end), C)
     v = load_values(vectors.v, task, at, tile, end, C)
     v = chosen(own, new_v, v, 4 * VALUES) + v[4 * VALUES : 8 * VALUES]

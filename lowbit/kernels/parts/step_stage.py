@@ -57,7 +57,10 @@ def same_thread(at, C: gl.constexpr):
     """Returns the same MathThread in new registers. Otherwise the compiler computes the addresses of all stages before the
     first layer, and keeps them on the stack."""
     index = asm("mov.b32 $0, $1;", "=r,r", [at.index], gl.int32) & (C.threads - 1)
-    return MathThread(index, index & 31, index >> 5, at.start)
+    start = at.start
+    if C.shape.group == 8:  # attention takes so many registers that this address would be kept on the stack as well
+        start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + index * 0
+    return MathThread(index, index & 31, index >> 5, start)
 
 
 @gluon.jit

@@ -224,7 +224,8 @@ class DecodeStep(Polled, SplitAttention, ChosenExperts):
 
     @property
     def init(self) -> str:
-        """PTX that initialises all barriers. $1: thread."""
+        """PTX that initialises all barriers, and the choice of experts, so that blocks that have given up read those of some.
+        $1: thread."""
         t, first = self.table, self.table.barriers_start
         lines = [".reg .pred p; .reg .b32 at; setp.eq.s32 p, $1, 0; mov.u32 at, global_smem;"]
         for slot in range(t.ring_slots):
@@ -232,6 +233,8 @@ class DecodeStep(Polled, SplitAttention, ChosenExperts):
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * (t.ring_slots + slot)}], {t.warps};")
         if t.shape.experts:
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{t.routed_start}], 1;")
+            zeros = "".join(f"@p st.shared.b32 [at+{t.chosen_start + 4 * i}], nil;" for i in range(t.shape.top_k))
+            lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; {zeros} }}")
         lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; @p st.shared.b32 [at+{t.flag_start}], nil; }}")
         lines.append("@p fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"

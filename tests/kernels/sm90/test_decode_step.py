@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
 
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import AttentionShape
-from lowbit.kernels.choose.decode_step import FIELDS, PRODUCT_NAMES, StepShape, StepTable, UnitForm, step_table
+from lowbit.kernels.choose.decode_step import PRODUCT_NAMES, StepShape, StepTable, UnitForm, step_table
 from tests.kernels.calls import meta
 from tests.kernels.sass import compile_plan
 from tests.kernels.sm90.decode_step_case import Case, alike, forms_of_schemes, small_table
@@ -190,9 +191,10 @@ def test_late_weights(monkeypatch):
     emulate(table, schemes, {"contexts": (3,)})
 
 
-def test_a_missing_block_is_reported():
+@pytest.mark.parametrize("shape", [{}, {"experts": 8, "top_k": 3}], ids=["dense", "experts"])
+def test_a_missing_block_is_reported(shape):
     """Where one block does not run, the others end, and the status says what they waited for."""
-    case = Case(small_table())
+    case = Case(small_table(**shape))
     plan, vectors = plan_of(case), torch.empty(case.table.words, dtype=torch.int32)
     object.__setattr__(plan.config, "limit", 600)
     call = arguments(case, vectors, case.layers)
@@ -215,7 +217,11 @@ FORMS = {
 SHAPES = {
     "llama": (4096, 14336, AttentionShape(32, 8, 128, 128**-0.5, 128), 128256),
     "smollm2": (576, 1536, AttentionShape(9, 3, 64, 64**-0.5, 64), 49152),
+    "qwen3 moe": (2048, 8 * 768, AttentionShape(32, 4, 128, 128**-0.5, 128), 151936),
+    "mixtral": (4096, 2 * 14336, AttentionShape(32, 8, 128, 128**-0.5, 128), 32000),
 }
+EXPERTS_OF = {"qwen3 moe": (128, 8), "mixtral": (8, 2)}
+"""Numbers of experts of a layer, and of a token."""
 
 
 @functools.cache
@@ -224,10 +230,14 @@ def compiled(tokens, scheme="w4a16_g128", head="w8a16", dtype=torch.float16, sha
     hidden, intermediate, attention, vocab = SHAPES[shape]
     units, forms = zip(*[*(FORMS[scheme],) * 4, FORMS[head]], strict=True)
     of_products = tuple((unit,) for unit in units)
-    table = StepTable(StepShape(layers, hidden, intermediate, attention, tokens, of_products, vocab), 132)
-    plan = StepPlan(table, tuple((form,) for form in forms), dtype, "silu")
+    experts, top_k = EXPERTS_OF.get(shape, (0, 1))
+    step = StepShape(
+        layers, hidden, intermediate, attention, tokens, of_products, vocab, experts=experts, top_k=top_k
+    )  # fmt: skip
+    table = StepTable(step, 132)
+    plan = StepPlan(table, tuple((form,) for form in forms), dtype, "silu", head_norms=shape == "qwen3 moe")
     call = (
-        meta((layers + 1, len(FIELDS)), torch.int64), meta((table.words,), torch.int32), meta((tokens, hidden), dtype),
+        meta((layers + 1, len(step.fields)), torch.int64), meta((table.words,), torch.int32), meta((tokens, hidden), dtype),
         meta((9,), torch.int32), meta((vocab, hidden), torch.uint8), meta((vocab,), torch.float32), meta((9, 16), torch.int32),
         meta((9,), torch.int32), meta((tokens,), torch.int32), meta((1,), torch.int32), meta((tokens, vocab), dtype), 1e-5,
     )  # fmt: skip
@@ -237,16 +247,18 @@ def compiled(tokens, scheme="w4a16_g128", head="w8a16", dtype=torch.float16, sha
 @pytest.mark.parametrize(
     ("tokens", "options"),
     [(1, {}), (2, {}), (4, {}), (8, {}), (1, {"scheme": "16", "head": "16"}), (1, {"scheme": "w6e3m2a16"}), (1, {"shape":
-    "smollm2", "scheme": "w8a16"})],
+    "smollm2", "scheme": "w8a16"}), (1, {"shape": "qwen3 moe"}), (1, {"shape": "mixtral"}), (1, {"shape": "qwen3 moe", "scheme":
+    "w8a16"})],
 )  # fmt: skip
 def test_machine_code(tokens, options):
     """All shared memory is one allocation at address 0 beside the state of roles; nothing is on the stack, or a few
-    words at 8 tokens. A unit of 4 bits takes at most 100 instructions, with those of a wait that fails."""
+    words at 8 tokens or of heads in groups of 8, outside of loops over units. A unit of 4 bits takes at most 100 instructions,
+    with those of a wait that fails."""
     plan, kernel = compiled(tokens, **options)
     table = plan.table
     assert table.shared_bytes <= kernel.shared_bytes <= 227 << 10
     assert kernel.registers * 32 * (table.warps + LOADER_WARPS) <= 1 << 16
-    assert kernel.stack_bytes <= (128 if tokens == 8 else 0)
+    assert kernel.stack_bytes <= (128 if tokens == 8 or table.shape.attention.group == 8 else 0)
     products = [(first, last) for first, last in kernel.loops if any("HMMA" in line for line in kernel.lines[first : last + 1])]
     innermost = [
         loop
@@ -254,6 +266,7 @@ def test_machine_code(tokens, options):
         if not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in products)
     ]
     assert len(innermost) >= 6  # five products, and the tiles of attention
+    assert not any(re.search("LDL|STL", line) for first, last in innermost for line in kernel.lines[first : last + 1])
     of_unit = []
     for first, last in innermost:
         lines = kernel.lines[first : last + 1]
