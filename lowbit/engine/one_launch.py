@@ -171,11 +171,10 @@ class OneLaunch:
 
     def __str__(self) -> str:
         ends = "" if self.launch.ends.head is not None else ", then the LM head"
-        many = "s" if list(self.contexts) != [1] else ""
         limits = [
             f"{m}{'' if context == UNLIMITED else f' (contexts up to {context:,})'}" for m, context in self.contexts.items()
         ]
-        return f"steps of {', '.join(limits)} token{many}: one launch{ends}"
+        return f"steps of {', '.join(limits)} tokens: one launch{ends}"
 
 
 def one_launch_of(

@@ -206,7 +206,8 @@ def _shape(layers: Sequence[StepLayer], ends: StepEnds, attention: AttentionShap
     windows, router = any(layer.window for layer in layers), layers[0].router
     experts, top_k = (0, 1) if router is None else (len(router.weight), router.top_k)
     return StepShape(
-        len(layers), hidden, intermediate * top_k, attention, tokens, tuple(units), vocab, windows, experts, top_k
+        len(layers), hidden, intermediate * (tokens * top_k if experts else 1), attention, tokens, tuple(units), vocab, windows,
+        experts, top_k,
     )  # fmt: skip
 
 

@@ -200,18 +200,18 @@ def experts_of(program):
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme", "dtype"),
+    ("name", "scheme", "dtype", "count"),
     [
-        ("qwen3 moe", "w4a16_g128", torch.float16),
-        ("weights of all", "w8a16", torch.bfloat16),
-        ("mixtral", "w4a16_g64", torch.float16),
+        ("qwen3 moe", "w4a16_g128", torch.float16, 1),
+        ("weights of all", "w8a16", torch.bfloat16, 2),
+        ("mixtral", "w4a16_g64", torch.float16, 1),
     ],
 )
-def test_the_logits_of_experts(emulated, monkeypatch, name, scheme, dtype):
+def test_the_logits_of_experts(emulated, monkeypatch, name, scheme, dtype, count):
     """Steps of a mixture of experts in one launch have the logits of the model."""
     monkeypatch.setattr(program_module, "expert_mlp_of", by_kernels)
     model = packed(model_of(name, dtype), scheme, skip=lambda module: "lm_head" in module)
-    ids = random_ids(1)[:, :2]
+    ids = random_ids(count)[:, :2]
     with torch.inference_mode():
         expected = dequantized(model, torch.float32)(ids).logits.transpose(0, 1).float()
     program = program_of(model)
@@ -336,13 +336,13 @@ def test_an_engine_on_a_simulated_gpu():
 
 
 def test_experts_on_a_simulated_gpu():
-    """An engine computes steps of one token of a mixture of experts in one launch, and reports it; others are launches."""
+    """An engine computes small steps of a mixture of experts in one launch, and reports it."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
     model = model_of("qwen3 moe", torch.bfloat16, **sizes)
     convert(model, "w4a16_g128")
     with simulated_gpu(GPUS["h200"]) as device, recording() as kernels:
         engine = Engine(model.to(device), max_concurrent=4, max_length=512, persistent_step=True)
-        assert engine.report()[-1] == "steps of 1 token: one launch"
+        assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: one launch"
     options = [kernel.options for kernel in kernels if kernel.name == "decode_step"]
     assert [option["launch_cooperative_grid"] for option in options] == [True]
 
@@ -366,24 +366,23 @@ def test_a_stuck_step_is_named():
 def test_tokens_on_a_gpu(name):
     """An engine with one launch a step has logits near those of the launches, in graphs, with 1 and 3 sequences."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
-    compare_tokens(name, sizes, "steps of 1, 2, 4, 8 tokens: one launch")
+    compare_tokens(name, sizes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3 moe", "mixtral"])
 def test_tokens_of_experts_on_a_gpu(name):
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
-    compare_tokens(name, sizes, "steps of 1 token: one launch")
+    compare_tokens(name, {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2})
 
 
-def compare_tokens(name, sizes, report):
+def compare_tokens(name, sizes):
     found = []
     for persistent in (False, True):
         model = model_of(name, torch.float16, **sizes).cuda()
         convert(model, "w4a16_g128")
         engine = Engine(model, max_concurrent=4, max_length=512, persistent_step=persistent)
         if persistent:
-            assert engine.report()[-1] == report
+            assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: one launch"
         prompts = [[5, 6, 7], [8] * 140, [9, 10]]
         texts = [list(engine.stream(engine.submit(Request(prompts[0], 40))))]
         sequences = [engine.submit(Request(prompt, 40)) for prompt in prompts]

@@ -131,7 +131,7 @@ class StepShape:
     """Shape of a decode step. `forms`: of each product in the order of PRODUCT_NAMES, the different forms of its weights in the
     layers; the head's is empty where the launch ends before the head. `vocab`: rows of the head. `windows`: some layers have a
     window. `experts`: those of a layer, of which a token has `top_k`; 0 for a dense MLP. `intermediate`: columns of down, of
-    all experts of a token together."""
+    the chosen experts of all tokens together."""
 
     layers: int
     hidden: int
@@ -154,14 +154,24 @@ class StepShape:
         return self.experts > 0 and product in ("gate_up", "down")
 
     @property
+    def choices(self) -> int:
+        """Number of chosen experts of all tokens: those of the first token, then those of the second one, and so on. An expert
+        may be among them several times."""
+        return self.tokens * self.top_k
+
+    @property
     def expert_row_blocks(self) -> int:
         """Number of m16 row blocks of gate-up of one expert."""
-        return 2 * self.intermediate // self.top_k // 16
+        return 2 * self.intermediate // self.choices // 16
 
     @property
     def expert_k_blocks(self) -> int:
         """Number of k blocks of down of one expert."""
-        return self.intermediate // self.top_k // BLOCK_K
+        return self.intermediate // self.choices // BLOCK_K
+
+    def x_rows(self, product: ProductName) -> int:
+        """Rows of x of a product: the tokens; for down of experts one, as each of its k blocks has one token."""
+        return 1 if product == "down" and self.experts else self.tokens
 
     def rows(self, product: ProductName) -> int:
         """N of a product; gate-up has rows of both."""
@@ -237,7 +247,7 @@ class StepTable:
 
     def chunks_at_once(self, product: ProductName) -> int:
         """Number of chunks of x that a block has at a time: all, or about the same number in each part."""
-        most = max(1, MOST_X_BYTES // (2 * BLOCK_K * self.shape.tokens * self.warps))
+        most = max(1, MOST_X_BYTES // (2 * BLOCK_K * self.shape.x_rows(product) * self.warps))
         return -(-self.chunks(product) // -(-self.chunks(product) // most))
 
     def parts(self, product: ProductName) -> int:
@@ -353,16 +363,17 @@ class StepTable:
         """Activations of one warp: its k blocks of all tokens, then their sums over the groups of columns of scales."""
         forms = [form for product in self.shape.products for form in self.shape.forms_of(product)]
         groups = max(max(1, form.scale_bytes // 32) for form in forms)  # a group has 32 bytes of scales, and as many of zeros
-        return self.x_sums_start + -(-self._most_chunks * groups * self.shape.tokens * 4 // 16) * 16
+        return self.x_sums_start + -(-self._most_x * groups * 4 // 16) * 16
 
     @property
     def x_sums_start(self) -> int:
         """Start of the sums, in bytes from a warp's activations."""
-        return 2 * BLOCK_K * self.shape.tokens * self._most_chunks
+        return 2 * BLOCK_K * self._most_x
 
     @property
-    def _most_chunks(self) -> int:
-        return max(map(self.chunks_at_once, self.shape.products))
+    def _most_x(self) -> int:
+        """Largest number of a warp's k blocks of x, those of each token counted."""
+        return max(self.chunks_at_once(product) * self.shape.x_rows(product) for product in self.shape.products)
 
     @property
     def merge_bytes(self) -> int:
@@ -373,7 +384,7 @@ class StepTable:
     def sums_bytes(self) -> int:
         """Sums of all warps for the row blocks that are reduced together; or 8 heads of q, in attention."""
         sums = max(self.at_once(product) * self.sums_stride(product) for product in self.shape.products)
-        return max(sums, 16 * self.shape.attention.head_dim, 4 * self.router_rows * self.warps)
+        return max(sums, 16 * self.shape.attention.head_dim, 4 * self.router_rows * self.shape.tokens * self.warps)
 
     def sums_stride(self, product: ProductName) -> int:
         """Distance of the sums of row blocks: those of all warps; with few tokens a part of the banks more, as a warp then
@@ -419,23 +430,23 @@ class StepTable:
     @property
     def weights_start(self) -> int:
         """Start of the router's weights of the chosen experts, float32."""
-        return self.chosen_start + 4 * MOST_CHOSEN
+        return self.chosen_start + -(-4 * self.shape.choices // 16) * 16
 
     @property
     def factors_start(self) -> int:
         """Start of the factors of rows of down, float32 [own row block, chosen expert, row]: weights times scales of
         channels."""
-        return self.weights_start + 4 * MOST_CHOSEN
+        return self.weights_start + -(-4 * self.shape.choices // 16) * 16
 
     @property
     def factors(self) -> int:
         """Largest number of a block's factors."""
-        return 16 * -(-self.row_blocks("down") // self.blocks) * self.shape.top_k
+        return 16 * -(-self.row_blocks("down") // self.blocks) * self.shape.choices
 
     @property
     def routing_bytes(self) -> int:
         """Shared memory for experts."""
-        return 16 + 8 * MOST_CHOSEN + 4 * self.factors if self.shape.experts else 0
+        return 16 + 2 * -(-4 * self.shape.choices // 16) * 16 + 4 * self.factors if self.shape.experts else 0
 
     @property
     def shared_bytes(self) -> int:
@@ -473,14 +484,15 @@ class StepTable:
     def starts(self) -> dict[str, int]:
         """Start of each vector in a layer's words: 16-bit vectors next_x, mlp_x, qkv, attended, gated [tokens, features];
         float32 next_squares, mlp_squares [blocks, tokens], tops [tasks, group, 2], parts [tasks, group, head_dim], logits
-        [experts] of a router, not yet divided by the rms. The embedding has the first two, next_x and next_squares, after the
-        last layer's words."""
+        [tokens, experts] of a router, not yet divided by the rms. The embedding has the first two after the last layer's
+        words."""
         s, a = self.shape, self.shape.attention
         widths = {"mlp_x": s.hidden, "qkv": a.features, "attended": a.heads * a.head_dim, "gated": s.intermediate}
         sizes = {"next_x": s.tokens * s.hidden // 2, "next_squares": self.blocks * s.tokens}
         sizes |= {name: s.tokens * width // 2 for name, width in widths.items()} | {"mlp_squares": self.blocks * s.tokens}
+        sizes |= {"gated": s.x_rows("down") * s.intermediate // 2}
         sizes |= {"tops": self.attention_tasks * a.group * 2, "parts": self.attention_tasks * a.group * a.head_dim}
-        sizes |= {"logits": s.experts} if s.experts else {}
+        sizes |= {"logits": s.tokens * s.experts} if s.experts else {}
         starts, at = {}, 0
         for name, size in sizes.items():
             starts[name] = at
@@ -544,6 +556,10 @@ def step_refusals(shape: StepShape, machine: Machine) -> tuple[str, ...]:
                 f"{shape.tokens} tokens of {columns} columns leave room for {table.ring_slots} slots of {table.slot_bytes} "
                 f"bytes, one launch takes {least}"
             )
+        if shape.experts and table.parts("gate_up") > 1:
+            reasons.append(
+                f"a router takes all of x at a time, at most {MOST_X_BYTES} bytes, not {shape.tokens} tokens of {shape.hidden}"
+            )
     return tuple(dict.fromkeys(reasons))
 
 
@@ -551,10 +567,8 @@ def _expert_refusals(s: StepShape) -> list[str]:
     if not s.experts:
         return []
     reasons = []
-    if s.tokens != 1:
-        reasons.append(f"one launch computes 1 token of a mixture of experts, not {s.tokens}")
-    if s.intermediate % (s.top_k * BLOCK_K):
-        reasons.append(f"experts have a multiple of {BLOCK_K} columns of down, not {s.intermediate // s.top_k}")
+    if s.intermediate % (s.choices * BLOCK_K):
+        reasons.append(f"experts have a multiple of {BLOCK_K} columns of down, not {s.intermediate // s.choices}")
     if s.experts > MOST_EXPERTS or not 1 <= s.top_k <= min(MOST_CHOSEN, s.experts):
         reasons.append(f"a token chooses up to {MOST_CHOSEN} of up to {MOST_EXPERTS} experts, not {s.top_k} of {s.experts}")
     if any(form.dense for name in ("gate_up", "down") for form in s.forms[PRODUCT_NAMES.index(name)]):

@@ -9,9 +9,10 @@ Roles   load: 1 warp (4 with 16-bit rows) copies this block's weights of all pro
         k blocks (parts/k_block.py), with x in registers where it has two at most, and two units at a time if they are small
 Stages  embed {h; h * gamma; squares}; gather x, multiply, reduce warps, finish: of qkv {/ rms, bias}, attention {norm, RoPE,
         append, splits}, o {h += y; h * gamma; squares}, gate-up {/ rms; gate}, down {as o}; head {/ rms, bias}
-Experts of one token: after o, each block multiplies x by a few rows of the router, and chooses experts by the logits of all
-        blocks, as they all do. The loader waits for the choice before gate-up. Rows of gate-up and columns of down are those of
-        the chosen experts one after another; sums of a k block of down are multiplied by its expert's weight and scales
+Experts after o, each block multiplies x by a few rows of the router, and chooses experts by the logits of all blocks, as they
+        all do. The loader waits for the choice before gate-up. Rows of gate-up and columns of down are those of the experts
+        that tokens have chosen, one after another, each for its token; sums of a k block of down are multiplied by the
+        expert's weight and scales
 Waits   Activations themselves are polled (parts/polled.py): words of `vectors` are EMPTY until they have arrived. Polls and
         waits are bounded: after LIMIT attempts a block writes a status and goes on with wrong numbers, as do all others then
 Smem    ring | x of each warp, or sums of attention | 2 buffers of sums | 1 / rms | barriers | choice of experts
@@ -211,6 +212,8 @@ class DecodeStep(Polled, SplitAttention, ChosenExperts):
         if not self.normed(product):
             return tokens
         rows = 8 if product == "gate_up" else 16
+        if self.is_routed(product):
+            tokens = 1  # a row block has one
         return -(-rows * tokens * self.table.at_once(product) // 32)
 
     def normed(self, product: ProductName) -> bool:
@@ -232,8 +235,8 @@ class DecodeStep(Polled, SplitAttention, ChosenExperts):
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * slot}], {self.loaders};")
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * (t.ring_slots + slot)}], {t.warps};")
         if t.shape.experts:
-            lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{t.routed_start}], 1;")
-            zeros = "".join(f"@p st.shared.b32 [at+{t.chosen_start + 4 * i}], nil;" for i in range(t.shape.top_k))
+            lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{t.routed_start}], {t.shape.tokens};")
+            zeros = "".join(f"@p st.shared.b32 [at+{t.chosen_start + 4 * i}], nil;" for i in range(t.shape.choices))
             lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; {zeros} }}")
         lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; @p st.shared.b32 [at+{t.flag_start}], nil; }}")
         lines.append("@p fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
@@ -292,21 +295,24 @@ class DecodeStep(Polled, SplitAttention, ChosenExperts):
             f"@p mbarrier.arrive.shared::cta.b64 _, [$1]{times}; mov.b32 $0, 0; }}"
         )
 
-    def place_of_turn(self, turn: int) -> int:
+    def x_rows(self, product: ProductName) -> int:
+        """Rows of x of a product."""
+        return self.table.shape.x_rows(product)
+
+    def place_of_turn(self, product: ProductName, turn: int) -> int:
         """Distance in shared memory, in bytes, of the vectors of x that a lane stores in a turn of `gather_x` from those of the
         first turn. In each turn a warp has two rows of 16 vectors: of two tokens, or with one token of two chunks."""
-        chunk, token = divmod(2 * turn, self.table.shape.tokens)
-        return (chunk * 16 * self.table.shape.tokens + token) * 16
+        chunk, token = divmod(2 * turn, self.x_rows(product))
+        return (chunk * 16 * self.x_rows(product) + token) * 16
 
     def source_of_turn(self, product: ProductName, turn: int) -> int:
         """As `place_of_turn`, in the vector of a product's x."""
-        chunk, token = divmod(2 * turn, self.table.shape.tokens)
+        chunk, token = divmod(2 * turn, self.x_rows(product))
         return token * self.table.shape.columns(product) * 2 + chunk * self.table.warps * 256
 
-    @property
-    def read_x(self) -> str:
+    def read_x(self, product: ProductName) -> str:
         """PTX that reads the B fragments of a k block of x. Input: the lane's address."""
-        step, registers = 64 * self.table.shape.tokens, [", ".join(f"${4 * i + j}" for j in range(4)) for i in range(4)]
+        step, registers = 64 * self.x_rows(product), [", ".join(f"${4 * i + j}" for j in range(4)) for i in range(4)]
         return "\n".join(
             f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{four}}}, [$16+{step * i}];" for i, four in enumerate(registers)
         )
@@ -469,12 +475,12 @@ def load_segments(
     UNITS: gl.constexpr = ptx(T.units, product, index)
     K_BLOCKS: gl.constexpr = T.shape.expert_k_blocks
     ROW_BLOCKS: gl.constexpr = ptx(T.row_blocks, product)
-    TOP: gl.constexpr = T.shape.top_k
+    CHOICES: gl.constexpr = T.shape.choices
     begin = number * UNITS
     chosen = begin // K_BLOCKS + lane
     first = gl.maximum(chosen * K_BLOCKS, begin)
     count = gl.maximum(gl.minimum(begin + units, (chosen + 1) * K_BLOCKS) - first, 0)
-    of_rows = chosen_expert(start, gl.minimum(chosen, TOP - 1), C) * ROW_BLOCKS + row_block
+    of_rows = chosen_expert(start, gl.minimum(chosen, CHOICES - 1), C) * ROW_BLOCKS + row_block
     k_block = (of_rows * K_BLOCKS + (first - chosen * K_BLOCKS)).to(gl.int64)
     place, source = to + (first - begin) * UNIT.code_bytes, codes + k_block * UNIT.code_bytes
     total = units * (UNIT.code_bytes + UNIT.scale_bytes)
@@ -544,7 +550,7 @@ def gather_x(source, args, at, layer, first: gl.constexpr, product: gl.constexpr
     """Waits for the k blocks of this warp of x [tokens, K] at address `source`, from chunk `first` on, and stores them in the
     warp's memory as [chunk][vector of 8 columns][token]: matrices of ldmatrix. Columns beyond K are zeros."""
     T: gl.constexpr = C.table
-    M: gl.constexpr = T.shape.tokens
+    M: gl.constexpr = ptx(C.x_rows, product)
     VECTORS: gl.constexpr = ptx(T.shape.columns, product) // 8
     PIECES: gl.constexpr = min(ptx(T.chunks_at_once, product), ptx(T.chunks, product) - first) * M * 16
     TURNS: gl.constexpr = (PIECES + 31) // 32
@@ -560,7 +566,7 @@ def gather_x(source, args, at, layer, first: gl.constexpr, product: gl.constexpr
         exist = ()
         for i in gl.static_range(min(PIECES_AT_ONCE, TURNS - begin)):
             if WHOLE and 32 * (begin + i + 1) <= PIECES:  # constant distances, so that a lane has few addresses
-                places = places + (own_place + ptx(C.place_of_turn, begin + i),)
+                places = places + (own_place + ptx(C.place_of_turn, product, begin + i),)
                 addresses = addresses + (own + ptx(C.source_of_turn, product, begin + i),)
                 exist = exist + (True,)
             else:
@@ -595,14 +601,14 @@ def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.cons
     matrix instruction are all tokens of as many chunks as they hold."""
     T: gl.constexpr = C.table
     S: gl.constexpr = ptx(C.form, product, index).k_block
-    M: gl.constexpr = T.shape.tokens
+    M: gl.constexpr = ptx(C.x_rows, product)
     COUNT: gl.constexpr = max(S.groups, 1)
     OF_GROUP: gl.constexpr = S.sums // COUNT  # of raw codes four, of which the last two are multiples of the others
     row, pair = at.lane & 7, at.lane & 3
     for first in gl.static_range(0, chunks, 8 // M):
         chunk = gl.minimum(first + row // M, chunks - 1)
         x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M) + ((at.lane >> 3) * M + row % M) * 16
-        x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+        x = asm(ptx(C.read_x, product), C.read_x_constraints, [x_at], ptx(C.words_types, 16))
         sums = asm(S.sum_asm, S.sum_constraints, x, S.sum_types)
         for h in gl.static_range(2):
             column = 2 * pair + h
@@ -618,7 +624,7 @@ def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.cons
 def load_x_sums(at, chunk, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
     """Returns a lane's sums of x in a chunk, if the weights' form needs them; sums of tokens that do not exist are those of
     others."""
-    M: gl.constexpr = C.table.shape.tokens
+    M: gl.constexpr = ptx(C.x_rows, product)
     S: gl.constexpr = ptx(C.form, product, index).k_block
     COUNT: gl.constexpr = max(S.groups, 1) if S.sums > 0 else 0
     FACTOR: gl.constexpr = S.raw_offsets[1] // S.raw_offsets[0]
@@ -656,13 +662,13 @@ def read_unit(at, slot, product: gl.constexpr, index: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def load_x(at, chunk, C: gl.constexpr):
+def load_x(at, chunk, product: gl.constexpr, C: gl.constexpr):
     """Returns a lane's words of this warp's k block of x in a chunk: fragments of the matrix instructions."""
     T: gl.constexpr = C.table
-    M: gl.constexpr = T.shape.tokens
+    M: gl.constexpr = ptx(C.x_rows, product)
     row = (at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)
     x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M) + row * 16
-    return asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+    return asm(ptx(C.read_x, product), C.read_x_constraints, [x_at], ptx(C.words_types, 16))
 
 
 @gluon.jit
@@ -672,7 +678,7 @@ def x_of_chunks(at, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr)
     x = ()
     sums = ()
     for chunk in gl.static_range(ptx(C.table.chunks, product)):
-        words = load_x(at, chunk, C)
+        words = load_x(at, chunk, product, C)
         x = x + words
         if S.sums > 0:
             sums = sums + asm(S.sum_asm, S.sum_constraints, words, S.sum_types)
@@ -729,13 +735,22 @@ def of_own_block(new, old, at, chunk, product: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def add_expert(new, old, at, factors, row_block: gl.constexpr, chunk, C: gl.constexpr):
-    """Returns the sums `old`, and the product `new` of this warp's k block of a chunk times the factors of its expert."""
+    """Returns the sums `old`, and the product `new` of this warp's k block of a chunk times the factors of its expert, in the
+    column of the token that has chosen it."""
     T: gl.constexpr = C.table
-    TOP: gl.constexpr = T.shape.top_k
-    chosen = gl.minimum((chunk * T.warps + at.warp) // T.shape.expert_k_blocks, TOP - 1)
-    place = factors + ((row_block * TOP + chosen) * 16 + (at.lane >> 2)) * 4
+    M: gl.constexpr = T.shape.tokens
+    CHOICES: gl.constexpr = T.shape.choices
+    chosen = gl.minimum((chunk * T.warps + at.warp) // T.shape.expert_k_blocks, CHOICES - 1)
+    place = factors + ((row_block * CHOICES + chosen) * 16 + (at.lane >> 2)) * 4
     first, second = asm(C.load_float, "=f,r", [place], gl.float32), asm(C.load_float, "=f,r", [place + 32], gl.float32)
-    return (old[0] + new[0] * first, old[1] + new[1] * first, old[2] + new[2] * second, old[3] + new[3] * second)
+    added = (old[0] + new[0] * first, old[1] + new[1] * first, old[2] + new[2] * second, old[3] + new[3] * second)
+    if M > 1:
+        sums = added
+        added = ()
+        for i in gl.static_range(4):
+            own = 2 * (at.lane & 3) + i % 2 == chosen // T.shape.top_k
+            added = added + (gl.where(own, sums[i], old[i]),)
+    return added
 
 
 @gluon.jit
@@ -807,14 +822,14 @@ def multiply_chunk(
     """Adds the products of a chunk of `number` row blocks. `chunk`: since chunk `first`, with which x in shared memory
     begins."""
     AT_ONCE: gl.constexpr = min(number, ptx(C.units_at_once, product, index))
-    x = load_x(at, chunk, C)
+    x = load_x(at, chunk, product, C)
     sums = load_x_sums(at, chunk, product, index, C)
     new = ()
     for i in gl.static_range(0, number, AT_ONCE):
         of_units = accs[4 * i : 4 * min(i + AT_ONCE, number)]
         of_rows = factors
         if factors is not None:
-            of_rows = factors + i * (64 * C.table.shape.top_k)
+            of_rows = factors + i * (64 * C.table.shape.choices)
         place, of_units = multiply_units(
             args, at, layer, place, of_units, x, sums, first + chunk, of_rows, min(AT_ONCE, number - i), 0, product, index, C
         )  # fmt: skip
@@ -891,13 +906,16 @@ def row_vectors(args, layer, product: gl.constexpr, index: gl.constexpr, C: gl.c
 
 
 @gluon.jit
-def own_output(at, count, product: gl.constexpr, C: gl.constexpr):
-    """Returns (exists, row block, row, token) of a thread's output among `count` row blocks."""
+def own_output(at, begin, count, product: gl.constexpr, C: gl.constexpr):
+    """Returns (exists, row block, row, token) of a thread's output among `count` row blocks from `begin` on."""
     M: gl.constexpr = C.table.shape.tokens
     AT_ONCE: gl.constexpr = ptx(C.table.at_once, product)
     ROWS: gl.constexpr = 8 if product == "gate_up" else 16
     row, rest = at.index % ROWS, at.index // ROWS
-    if ptx(C.normed, product):
+    if M > 1 and product == "gate_up" and ptx(C.is_routed, product):  # a row block has one token
+        row_block = rest
+        token = (begin + rest) // (C.table.shape.expert_row_blocks * C.table.shape.top_k)
+    elif ptx(C.normed, product):
         token, row_block = rest % M, rest // M
     else:  # with a residual a warp has all rows of one token
         row_block, token = rest % AT_ONCE, rest // AT_ONCE
@@ -910,7 +928,7 @@ def output_of(args, at, rows, begin, count, product: gl.constexpr, C: gl.constex
     """Returns a thread's output among `count` row blocks from `begin` on, and loads the values of its rows."""
     N: gl.constexpr = ptx(C.table.shape.rows, product)
     BOTH: gl.constexpr = 2 if product == "gate_up" else 1
-    exists, row_block, row, token = own_output(at, count, product, C)
+    exists, row_block, row, token = own_output(at, begin, count, product, C)
     if product == "head" and N % 16 != 0:
         exists = exists & ((begin + row_block) * 16 + row < N)
     of_w = gl.minimum((begin + row_block) * 16 + row, N - 8 * BOTH + 7)
@@ -979,7 +997,9 @@ def finish(args, at, layer, out, begin, parity, squares, product: gl.constexpr, 
     place = out.token * N + (begin + out.row_block) * 16 + out.row
     if product == "gate_up":
         total = gate_times_up(total, total_of(out, at, parity, 1, product, index, C), C)
-        place = out.token * (N // 2) + (begin + out.row_block) * 8 + out.row
+        place = (begin + out.row_block) * 8 + out.row
+        if not ptx(C.is_routed, product):
+            place += out.token * (N // 2)
         publish_pair(vector(args, layer, "gated", C) + (place.to(gl.int64) - (place & 1)) * 2, total, exists, C)
     elif product == "qkv":
         publish_pair(vector(args, layer, "qkv", C) + (place.to(gl.int64) - (place & 1)) * 2, total, exists, C)
@@ -1004,7 +1024,7 @@ def embed(args, at, layer, C: gl.constexpr):
     squares = at.lane.to(gl.float32) * 0.0
     first, end = own_row_blocks("down", C)
     for begin in range(first, end, AT_ONCE):
-        exists, row_block, row, token = own_output(at, gl.minimum(end - begin, AT_ONCE), "down", C)
+        exists, row_block, row, token = own_output(at, begin, gl.minimum(end - begin, AT_ONCE), "down", C)
         of_h = gl.minimum((begin + row_block) * 16 + row, H - 1)
         number = gl.load(args.tokens + gl.load(args.rows + token))
         value = gl.load(args.embedding + (number.to(gl.int64) * H + of_h))
@@ -1069,7 +1089,7 @@ def multiply_own(
         out = output_of(args, at, rows, begin, count, product, C)
         factors = None
         if ROUTED and product == "down":
-            factors = at.start + (T.factors_start + (begin - first) * (64 * T.shape.top_k))
+            factors = at.start + (T.factors_start + (begin - first) * (64 * T.shape.choices))
         to = own_sums + parity * T.sums_bytes
         loaded = (at.lane * 0 + EMPTY_WORD,) * TURNS
         if BY_CHUNKS:
@@ -1096,7 +1116,7 @@ def multiply_own(
                             if i < count:
                                 of_rows = factors
                                 if factors is not None:
-                                    of_rows = factors + i * (64 * T.shape.top_k)
+                                    of_rows = factors + i * (64 * T.shape.choices)
                                 place, acc = multiply_chunk(
                                     args, at, layer, place, acc, chunk, of_rows, part, 1, product, index, C
                                 )  # fmt: skip
@@ -1115,7 +1135,7 @@ def multiply_own(
                 acc = (zero, zero, zero, zero)
                 of_rows = factors
                 if factors is not None:
-                    of_rows = factors + row_block * (64 * T.shape.top_k)
+                    of_rows = factors + row_block * (64 * T.shape.choices)
                 if REGISTERS:
                     place, acc = multiply_row_block(args, at, layer, place, of_x, of_sums, of_rows, product, index, C)
                 else:
@@ -1202,9 +1222,10 @@ def own_experts(C: gl.constexpr):
 
 @gluon.jit
 def route(args, at, layer, parity, C: gl.constexpr):
-    """Chooses the experts of the token: stores their numbers and weights, and 1 / rms, in shared memory. Every block computes
+    """Chooses the experts of all tokens: stores their numbers and weights, and 1 / rms, in shared memory. Every block computes
     its rows of the router, and the choice by itself. x stays in shared memory, for gate-up."""
     T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
     ROWS: gl.constexpr = T.router_rows
     CHUNKS: gl.constexpr = ptx(T.chunks, "gate_up")
     K_BLOCKS: gl.constexpr = ptx(T.k_blocks, "gate_up")
@@ -1214,18 +1235,20 @@ def route(args, at, layer, parity, C: gl.constexpr):
     factor = row_vectors(args, layer, "gate_up", 0, C).factor
     gather_x(vector(args, layer, "mlp_x", C), args, at, layer, 0, "gate_up", "x of gate-up", C)
     set_flag(at, 0, at.index == 0, C)
-    own_x = at.start + T.x_start + at.warp * T.x_warp_bytes + at.lane * 8
+    own_x = at.start + T.x_start + at.warp * T.x_warp_bytes + (at.lane >> 1) * (16 * M) + (at.lane & 1) * 8
     sums_at = at.start + (T.sums_start + parity * T.sums_bytes)
     for row in gl.static_range(ROWS):
-        total = at.lane.to(gl.float32) * 0.0
-        for chunk in gl.static_range(CHUNKS):
-            w = words[2 * (row * CHUNKS + chunk) : 2 * (row * CHUNKS + chunk + 1)]
-            product = product_of_four(w, own_x + 256 * chunk, C)
-            total += gl.where(chunk * T.warps + at.warp < K_BLOCKS, product, 0.0)
-        total = warp_sum(total)
-        run(C.store_float, "=r,r,f,r", [sums_at + (row * T.warps + at.warp) * 4, total, (at.lane == 0).to(gl.int32)])
+        for token in gl.static_range(M):
+            total = at.lane.to(gl.float32) * 0.0
+            for chunk in gl.static_range(CHUNKS):
+                w = words[2 * (row * CHUNKS + chunk) : 2 * (row * CHUNKS + chunk + 1)]
+                product = product_of_four(w, own_x + (256 * M * chunk + 16 * token), C)
+                total += gl.where(chunk * T.warps + at.warp < K_BLOCKS, product, 0.0)
+            total = warp_sum(total)
+            to = sums_at + ((row * M + token) * T.warps + at.warp) * 4
+            run(C.store_float, "=r,r,f,r", [to, total, (at.lane == 0).to(gl.int32)])
     barrier()
-    if warp == 0:
+    if warp < M:
         choose_experts(args, at, layer, sums_at, factor, C)
     barrier()
     return parity ^ 1
@@ -1233,44 +1256,47 @@ def route(args, at, layer, parity, C: gl.constexpr):
 
 @gluon.jit
 def choose_experts(args, at, layer, sums_at, factor, C: gl.constexpr):
-    """Adds up this block's logits, of which the warps' sums are at `sums_at`, and publishes them; then chooses the experts by
-    all logits. One warp executes it."""
+    """Adds up this block's logits of a token, of which the warps' sums are at `sums_at`, and publishes them; then chooses the
+    token's experts by all its logits. Warp i executes it for token i."""
     T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
     EXPERTS: gl.constexpr = T.shape.experts
     TOP: gl.constexpr = T.shape.top_k
     ROWS: gl.constexpr = T.router_rows
     TURNS: gl.constexpr = C.logits_of_lane
     SQUARES: gl.constexpr = C.squares_turns
     at = same_thread(at, C)
-    logits = vector(args, layer, "logits", C)
+    logits = vector(args, layer, "logits", C) + at.warp * (4 * EXPERTS)
     first, end = own_experts(C)
     for row in gl.static_range(ROWS):
-        of_warp = asm(C.load_float, "=f,r", [sums_at + (row * T.warps + gl.minimum(at.lane, T.warps - 1)) * 4], gl.float32)
+        place = sums_at + ((row * M + at.warp) * T.warps + gl.minimum(at.lane, T.warps - 1)) * 4
+        of_warp = asm(C.load_float, "=f,r", [place], gl.float32)
         total = warp_sum(gl.where(at.lane < T.warps, of_warp, 0.0))
         publish(logits + (first + row + at.lane * 0) * 4, total, ((at.lane == 0) & (first + row < end)).to(gl.int32), C)
     nothing = (at.lane * 0 + EMPTY_WORD,) * SQUARES
-    rms_to_shared(nothing, vector(args, layer, "mlp_squares", C), warp_number() == 0, factor, args, at, layer, "gate_up", C)
+    rms_to_shared(nothing, vector(args, layer, "mlp_squares", C), warp_number() < M, factor, args, at, layer, "gate_up", C)
     run(C.sync_warp, "=r", [])
-    root = asm(C.load_float, "=f,r", [at.start + T.rms_start], gl.float32)
+    root = asm(C.load_float, "=f,r", [at.start + (T.rms_start + 4 * at.warp)], gl.float32)
     addresses = ()
     for i in gl.static_range(TURNS):
         addresses = addresses + (logits + gl.minimum(at.lane + 32 * i, EXPERTS - 1) * 4,)
     words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, BEFORE_GATE_UP, C), TURNS, 1, C)
     expert, key = choose(words, at.lane, EXPERTS, TOP, C)
-    store_choice(at.start + T.chosen_start, at.lane, expert, TOP, C)
+    own = at.start + at.warp * (4 * TOP)
+    store_choice(own + T.chosen_start, at.lane, expert, TOP, C)
     run(C.arrive, "=r,r,r", [at.start + T.routed_start, at.lane])
-    store_choice(at.start + T.weights_start, at.lane, weights_of(words, key, root, at.lane, EXPERTS, TOP, C), TOP, C)
+    store_choice(own + T.weights_start, at.lane, weights_of(words, key, root, at.lane, EXPERTS, TOP, C), TOP, C)
 
 
 @gluon.jit
 def factor_of_thread(at, turn: gl.constexpr, C: gl.constexpr):
     """Returns (number, chosen expert, row) of a thread's factor of rows of down: the factors are [own row block, chosen expert,
     row], divided among the threads in turns."""
-    TOP: gl.constexpr = C.table.shape.top_k
+    CHOICES: gl.constexpr = C.table.shape.choices
     number = turn * C.threads + at.index
     first, _ = own_row_blocks("down", C)
-    row = (first + (number >> 4) // TOP) * 16 + (number & 15)
-    return number, (number >> 4) % TOP, gl.minimum(row, C.table.shape.hidden - 1)
+    row = (first + (number >> 4) // CHOICES) * 16 + (number & 15)
+    return number, (number >> 4) % CHOICES, gl.minimum(row, C.table.shape.hidden - 1)
 
 
 @gluon.jit

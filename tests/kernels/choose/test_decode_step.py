@@ -133,7 +133,9 @@ def test_expert_refusals():
         return "; ".join(step_refusals(dataclasses.replace(EXPERTS, **changes), typical_machine(90)))
 
     assert reasons() == ""
-    assert "1 token of a mixture of experts, not 2" in reasons(tokens=2)
+    assert [reasons(tokens=m, intermediate=m * 8 * 768) for m in (2, 4, 8)] == [""] * 3
+    wide = reasons(hidden=16384, tokens=4, intermediate=4 * 8 * 768)
+    assert "a router takes all of x at a time, at most 73728 bytes, not 4 tokens of 16384" in wide
     assert "a multiple of 128 columns of down, not 704" in reasons(intermediate=8 * 704)
     assert "16 of up to 256 experts, not 8 of 512" in reasons(experts=512)
     assert "not 8 of 4" in reasons(experts=4)

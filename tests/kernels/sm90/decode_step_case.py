@@ -139,7 +139,7 @@ class Case:
         """The weight of all experts, packed, and their matrices [experts, N, K] in float64."""
         shape = self.table.shape
         n, k = shape.rows(name), shape.columns(name)
-        n, k = (n // shape.top_k, k) if name == "gate_up" else (n, k // shape.top_k)
+        n, k = (n // shape.choices, k) if name == "gate_up" else (n, k // shape.choices)
         rows = [random(n, k, scale=k**-0.5 * (1 + e % 3)) for e in range(shape.experts)]
         if name == "gate_up":
             gates, ups = ([rtn(of.chunk(2)[i].contiguous(), scheme) for of in rows] for i in range(2))
@@ -233,16 +233,17 @@ class Case:
         return h, x, squares, logits, found
 
     def _routed(self, w, router, x, root, rounded):
-        """(gated of the chosen experts one after another, their weighted sum) of one token."""
+        """(gated of the chosen experts of all tokens one after another, their weighted sums [M, H])."""
         logits = x @ router.double().T * root[:, None]
         rule = RouterRule(self.table.shape.top_k, normalize=self.normalize)
         experts, weights = choose_reference(logits, None, rule)
-        gated, y = [], 0
-        for e, weight in zip(experts[0].tolist(), weights[0].double(), strict=True):
-            gate, up = (x @ w["gate_up"][e].T * root[:, None]).unflatten(1, (-1, 2, 8)).unbind(2)
-            gated.append(rounded((torch.nn.functional.silu(gate) * up).flatten(1)))
-            y = y + weight * (gated[-1] @ w["down"][e].T)
-        return torch.cat(gated, 1), y
+        gated, y = [], torch.zeros_like(x)
+        for token in range(len(x)):
+            for e, weight in zip(experts[token].tolist(), weights[token].double(), strict=True):
+                gate, up = (x[token] @ w["gate_up"][e].T * root[token]).unflatten(0, (-1, 2, 8)).unbind(1)
+                gated.append(rounded((torch.nn.functional.silu(gate) * up).flatten()))
+                y[token] += weight * (gated[-1] @ w["down"][e].T)
+        return torch.cat(gated)[None], y
 
     def _attention(self, qkv: Tensor, vectors: dict[str, Tensor], window: int) -> Tensor:
         a = self.table.shape.attention
@@ -277,9 +278,9 @@ class Case:
         return torch.stack(outputs)
 
     def vector(self, vectors: Tensor, layer: int, name: str, width: int) -> Tensor:
-        """A 16-bit vector [M, width] of a layer in `vectors`."""
+        """A 16-bit vector [M, width] of a layer in `vectors`; "gated" of experts is [1, width]."""
         start = layer * self.table.start("end") + self.table.start(name)
-        count = self.table.shape.tokens * width
+        count = (self.table.shape.x_rows("down") if name == "gated" else self.table.shape.tokens) * width
         return vectors[start : start + count // 2].view(self.dtype).view(-1, width)
 
 
@@ -299,5 +300,6 @@ def small_table(tokens=1, layers=1, hidden=128, intermediate=128, heads=2, kv_he
     """A table of a small decoder for a few blocks of a few warps."""
     a = AttentionShape(heads, kv_heads, head_dim, head_dim**-0.5, head_dim, norm_eps=1e-6)
     forms = forms_of_schemes(schemes or alike("w4a16_g128"))
-    shape = StepShape(layers, hidden, intermediate * top_k, a, tokens, forms, vocab, windows, experts, top_k)
+    columns = intermediate * (tokens * top_k if experts else 1)
+    shape = StepShape(layers, hidden, columns, a, tokens, forms, vocab, windows, experts, top_k)
     return StepTable(shape, blocks, warps)

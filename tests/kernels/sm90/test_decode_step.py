@@ -140,12 +140,17 @@ EXPERTS = {
     "experts of three k blocks": ({"experts": 5, "top_k": 4, "intermediate": 384, "hidden": 192, "heads": 3, "kv_heads": 3,
                                    "schemes": alike("w6e3m2a16_g64")}, {}),
     "experts with zeros": ({"experts": 8, "top_k": 2, "schemes": alike("w4a16_g128_z")}, {}),
+    "experts of two tokens": ({"experts": 8, "top_k": 3, "tokens": 2, "layers": 2}, {"contexts": (5, 70)}),
+    "experts of four tokens": ({"experts": 6, "top_k": 2, "tokens": 4, "intermediate": 256, "blocks": 3, "schemes":
+                                alike("w4a16_g64", "w8a16"), "vocab": 64}, {"contexts": (5, 0, 40, 9), "ties": True}),
+    "experts of two tokens by channel": ({"experts": 4, "top_k": 2, "tokens": 2, "schemes": alike("w8a16"), "blocks": 5},
+                                         {"contexts": (3, 4), "dtype": torch.bfloat16, "normalize": False}),
     "experts beside 16 bits": (
         {"experts": 8, "top_k": 2, "schemes": (("16",), ("16", "w8a16"), ("w8a16",), ("w4a16_g64", "w8a16"), ()), "layers": 2},
         {"biases": ("qkv",)},
     ),
 }  # fmt: skip
-"""Mixtures of experts, of one token."""
+"""Mixtures of experts."""
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -170,6 +175,15 @@ def test_x_in_parts(monkeypatch):
     table = small_table(**shape, schemes=schemes)
     assert table.parts("down") == 3 and table.parts("qkv") == 1
     emulate(table, schemes, {"contexts": (3, 40)})
+
+
+def test_x_of_experts_in_parts(monkeypatch):
+    """Activations of down of many chosen experts are gathered in parts, too; those of the router are not."""
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.MOST_X_BYTES", 2048)
+    shape = {"tokens": 2, "intermediate": 256, "experts": 6, "top_k": 3, "blocks": 3}
+    table = small_table(**shape)
+    assert table.parts("down") == 2 and table.parts("gate_up") == 1
+    emulate(table, (), {"contexts": (3, 40)})
 
 
 def test_three_row_blocks_at_once(monkeypatch):
@@ -232,7 +246,8 @@ def compiled(tokens, scheme="w4a16_g128", head="w8a16", dtype=torch.float16, sha
     of_products = tuple((unit,) for unit in units)
     experts, top_k = EXPERTS_OF.get(shape, (0, 1))
     step = StepShape(
-        layers, hidden, intermediate, attention, tokens, of_products, vocab, experts=experts, top_k=top_k
+        layers, hidden, intermediate * (tokens if experts else 1), attention, tokens, of_products, vocab, experts=experts,
+        top_k=top_k,
     )  # fmt: skip
     table = StepTable(step, 132)
     plan = StepPlan(table, tuple((form,) for form in forms), dtype, "silu", head_norms=shape == "qwen3 moe")
@@ -246,9 +261,11 @@ def compiled(tokens, scheme="w4a16_g128", head="w8a16", dtype=torch.float16, sha
 
 @pytest.mark.parametrize(
     ("tokens", "options"),
-    [(1, {}), (2, {}), (4, {}), (8, {}), (1, {"scheme": "16", "head": "16"}), (1, {"scheme": "w6e3m2a16"}), (1, {"shape":
-    "smollm2", "scheme": "w8a16"}), (1, {"shape": "qwen3 moe"}), (1, {"shape": "mixtral"}), (1, {"shape": "qwen3 moe", "scheme":
-    "w8a16"})],
+    [
+        *((tokens, {}) for tokens in (1, 2, 4, 8)), (1, {"scheme": "16", "head": "16"}), (1, {"scheme": "w6e3m2a16"}),
+        (1, {"shape": "smollm2", "scheme": "w8a16"}), (1, {"shape": "qwen3 moe"}), (4, {"shape": "qwen3 moe"}),
+        (1, {"shape": "mixtral"}), (1, {"shape": "qwen3 moe", "scheme": "w8a16"}),
+    ],
 )  # fmt: skip
 def test_machine_code(tokens, options):
     """All shared memory is one allocation at address 0 beside the state of roles; nothing is on the stack, or a few
@@ -302,7 +319,8 @@ def gpu_case(name, tokens=1, schemes=None, windows=(), **options):
     vocab = 5008 if schemes[4] else 0
     experts, top_k = (GPU_SHAPES[name].get(key, default) for key, default in (("experts", 0), ("top_k", 1)))
     step = StepShape(
-        layers, hidden, intermediate, attention, tokens, forms_of_schemes(schemes), vocab, bool(windows), experts, top_k
+        layers, hidden, intermediate * (tokens if experts else 1), attention, tokens, forms_of_schemes(schemes), vocab,
+        bool(windows), experts, top_k,
     )  # fmt: skip
     table = step_table(step, machine_of("cuda"))
     return remembered(Case(table, schemes, windows=windows, device="cuda", **options))
@@ -346,13 +364,18 @@ def test_forms_on_a_gpu(name, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3 moe", "mixtral"])
 @pytest.mark.parametrize(
-    ("scheme", "dtype"),
-    [("w4a16_g128", torch.float16), ("w8a16", torch.bfloat16), ("w6e3m2a16_g64", torch.float16), ("w4a16_g64", torch.bfloat16)],
+    ("scheme", "dtype", "contexts"),
+    [
+        ("w4a16_g128", torch.float16, (700,)),
+        ("w8a16", torch.bfloat16, (700,)),
+        ("w6e3m2a16_g64", torch.float16, (700,)),
+        ("w4a16_g128", torch.float16, (5, 900, 64, 0)),
+    ],
     ids=str,
 )
-def test_experts_on_a_gpu(name, scheme, dtype):
+def test_experts_on_a_gpu(name, scheme, dtype, contexts):
     options = {"head_norms": True, "normalize": name == "mixtral"}
-    case = gpu_case(name, schemes=alike(scheme, "w8a16"), contexts=(700,), dtype=dtype, **options)
+    case = gpu_case(name, len(contexts), schemes=alike(scheme, "w8a16"), contexts=contexts, dtype=dtype, **options)
     on_a_gpu(case, 2e-3 if dtype == torch.float16 else 1e-2)
 
 
