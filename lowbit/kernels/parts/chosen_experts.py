@@ -97,7 +97,7 @@ def sorted_keys(words, lane, experts: gl.constexpr, C: gl.constexpr):
         numbers = numbers + (lane + 32 * i,)
     for turn in gl.static_range(COUNT - 1):
         for i in gl.static_range(COUNT - 1 - turn):
-            later = keys[i + 1] > keys[i]
+            later: gl.tensor = keys[i + 1] > keys[i]
             both = (gl.where(later, keys[i + 1], keys[i]), gl.where(later, keys[i], keys[i + 1]))
             of_both = (gl.where(later, numbers[i + 1], numbers[i]), gl.where(later, numbers[i], numbers[i + 1]))
             keys = keys[0:i] + both + keys[i + 2 : COUNT]
