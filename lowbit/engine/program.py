@@ -23,7 +23,7 @@ from lowbit.engine.decoder import PRODUCTS, Decoder, DecoderLayer, ExpertsMLP, P
 from lowbit.engine.experts import ExpertMLP, NormedQkv, ResidualRouter, SlotOutputs, expert_mlp_of
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.lora import Adapters, LoraStep
-from lowbit.engine.one_launch import OneLaunch, one_launch_of
+from lowbit.engine.one_launch import ExpertSteps, OneLaunch, expert_steps_of, one_launch_of
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
 from lowbit.engine.ragged import Ragged, sizes
@@ -102,7 +102,10 @@ class DecodeProgram:
         if persistent_step or (persistent_step is None and device.type == "cuda"):
             measured = persistent_step is None
             several = ("one launch a step computes on one GPU, this model is on several",)
-            self.one_launch = several if ranks else one_launch_of(decoder, self.chain, self.table, kv, measured=measured)
+            steps: Chain | ExpertSteps | tuple[str, ...] = self.chain
+            if len(products) < len(self.layers) and not batch_invariant:
+                steps = expert_steps_of(decoder, self.layers, self.head, dtype)
+            self.one_launch = several if ranks else one_launch_of(decoder, steps, self.table, kv, measured=measured)
         self.ropes = [table.to(device) for table in decoder.ropes]
         self.cache: Cache | None = None
         self.adapters: Adapters | None = None

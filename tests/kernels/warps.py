@@ -193,6 +193,10 @@ class Warp(Block):
         values = self.value(source, "pred")
         self.write(dest, np.full(32, values.any() if "any" in step.parts else values.all()), mask)
 
+    def _redux(self, step, mask):
+        function = {"max": np.max, "min": np.min}[step.parts[2]]
+        self.write(step.operands[0], np.full(32, function(self.value(step.operands[1], step.parts[3]))), mask)
+
     def _shfl(self, step, mask):
         if step.parts[2] != "idx":
             return super()._shfl(step, mask)
@@ -238,8 +242,9 @@ class Warp(Block):
         if "hi" not in step.parts:
             return super()._mul(step, mask)
         kind = step.parts[-1]
-        a, b = (self.value(each, kind).astype(np.int64 if kind[0] == "s" else np.uint64) for each in step.operands[1:])
-        return self.write(step.operands[0], ((a * b) >> 32).astype(f"{'i' if kind[0] == 's' else 'u'}4"), mask)
+        letter, bits = "i" if kind[0] == "s" else "u", int(kind[1:])
+        a, b = (self.value(each, kind).astype(f"{letter}8") for each in step.operands[1:])
+        return self.write(step.operands[0], ((a * b) >> np.asarray(bits, f"{letter}8")).astype(f"{letter}{bits // 8}"), mask)
 
     def _mbarrier(self, step, mask):
         name, barriers = step.parts[1], self.shared.barriers
