@@ -24,12 +24,13 @@ MOST_TOKENS = 512
 beside them."""
 
 TILE = 128
-"""Rows of a forward are multiples of this number, as those of the products' tiles are: 129 rows take as long as 256, and 96 rows
-a sixth longer than 128 (55,296 columns in int4: 134 and 119 us, benchmarks/results/h200/2026-11-23-choice.json)."""
+"""Rows of a forward are multiples of this number, as those of the products' tiles are: 129 rows take as long as 256, and 96
+rows an eighth longer than 128 (55,296 columns in int4: 134 and 119 us, benchmarks/results/h200/2026-11-23-choice.json)."""
 
 STEADY_TILES = 2
-"""Tiles of the forwards that a stream of prompts gets. A prompt token beside 32 sequences takes 25 us in forwards of one tile, 22
-of two, 23 of three and 21 of four (Llama-3-8B's shape in int4, modelled for an H200), and two make the shortest of these."""
+"""Tiles of the forwards that a stream of prompts gets. A prompt token beside 32 sequences takes 25 us in forwards of one tile,
+22 of two, 23 of three and 21 of four (Llama-3-8B's shape in int4, modelled for an H200); of the last three, two tiles make the
+shortest steps."""
 
 FEW_ROWS = 16
 """Rows of the graphs for few sequences; the others have rows for all."""

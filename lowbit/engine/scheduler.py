@@ -18,7 +18,6 @@ from lowbit.engine.block_pool import BlockPool, pages_for
 from lowbit.engine.sequence import FinishReason, Sequence
 from lowbit.kernels.choose.attention import PAGE
 
-
 LEAST_PART = 16
 """A chunk is split to fill a step from this number of tokens on; each part costs a launch of attention its own block."""
 

@@ -27,9 +27,9 @@ AIM = 0.9
 """Share of the limit that steps are to take, since their times vary."""
 
 SPREAD = 4
-"""Prompt tokens that wait are spread over so many steps, as far as these fill the tiles of a forward, so that each of a stream of
-prompts makes several steps a bit longer instead of one five times as long (16.6 ms at the 99th percentile of the time between
-tokens for a median of 3.0: 32 users of Llama-3-8B's shape in int4, prompts of 512 tokens, H200, 2026-11-28)."""
+"""Prompt tokens that wait are spread over so many steps, as far as these fill the tiles of a forward, so that each of a stream
+of prompts makes several steps a bit longer instead of one five times as long (16.6 ms at the 99th percentile of the time
+between tokens for a median of 3.0: 32 users of Llama-3-8B's shape in int4, prompts of 512 tokens, H200, 2026-11-28)."""
 
 EVEN_STEPS = 3
 """Prompt tokens that take so many steps or fewer are divided equally. Tokens of a sequence then come at equal intervals: a

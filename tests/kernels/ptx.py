@@ -283,6 +283,9 @@ class Block:
         if "wide" in step.parts:
             a, b = (self.value(each, kind).astype(_dtype(_wider(kind))) for each in step.operands[1:])
             self.write(step.operands[0], a * b, mask)
+        elif "hi" in step.parts:
+            a, b = (self.value(each, kind).astype(_dtype(_wider(kind))) for each in step.operands[1:])
+            self.write(step.operands[0], (a * b >> _dtype(kind).itemsize * 8).astype(_dtype(kind)), mask)
         else:
             self._simple(step, mask, np.multiply)
 

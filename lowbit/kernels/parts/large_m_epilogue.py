@@ -24,6 +24,7 @@ from lowbit.kernels.parts.gluon import (
     tma_load,
     tma_store,
 )
+from lowbit.kernels.parts.lora_epilogue import LoraArgs, add_terms
 from lowbit.kernels.parts.prologue import wait_for_previous_kernel
 from lowbit.kernels.parts.scaled_epilogue import put
 from lowbit.kernels.parts.tile import Warpgroups
@@ -72,7 +73,7 @@ class LargeMEpilogueArgs:
 class ResidualStream:
     """Inputs and outputs of norm and residual: `squares` [parts, M] float32, read by the norm or written for the next one; h
     with its tile in shared memory and the barrier of its copy; gamma of the next norm; `sums` [SUMS, tokens] in shared
-    memory."""
+    memory. `lora`: the adapters' terms."""
 
     squares: Scalar
     inverse_width: Scalar
@@ -83,6 +84,7 @@ class ResidualStream:
     h_tile: gl.shared_memory_descriptor
     h_there: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
+    lora: LoraArgs
 
 
 @gluon.jit
@@ -105,7 +107,7 @@ def load_epilogue_inputs(stream, first_row, first_token, M, C: gl.constexpr):
     if C.epilogue.norm_parts > 0:
         wait_for_previous_kernel()
         load_squares(stream, first_token, M, C)
-    if C.epilogue.bias_of_tokens:
+    if C.epilogue.bias_of_tokens or C.epilogue.lora is not None:
         wait_for_previous_kernel()
     if C.epilogue.residual:
         wait_for_previous_kernel()
@@ -224,6 +226,8 @@ def apply_epilogue(out, sums, epilogue_args, stream, row_tile, first_row, first_
     if C.epilogue.norm_parts > 0:
         sums = sums * rms_factors(stream, C)[None, :]
     sums = add_bias(sums, epilogue_args.bias, rows, out.N, first_token, out.M, C)
+    if C.epilogue.lora is not None:
+        sums = add_terms(sums, stream.lora, first_row, first_token, out.N, out.M, C)
     if C.epilogue.residual:
         add_to_residual(out, sums, stream, row_tile, first_row, first_token, C)
     elif C.epilogue.gate != "none":

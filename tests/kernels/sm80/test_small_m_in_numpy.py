@@ -22,7 +22,7 @@ from tests.hardware.emulate import mma
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts import epilogue as epilogue_part
-from lowbit.kernels.parts import ring_loop, small_m_epilogue
+from lowbit.kernels.parts import lora_epilogue, ring_loop, small_m_epilogue
 from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.sm80 import small_m_gemm
 from lowbit.kernels.sm80.small_m_gemm import RingPlan
@@ -98,7 +98,7 @@ def launch(plan, late, call, *outputs):
                     everything[place] = values
 
             block = Block(
-                plan.config, plan.grid, (i, 0, split), epilogue_part, small_m_epilogue, ring_loop, small_m_gemm,
+                plan.config, plan.grid, (i, 0, split), epilogue_part, lora_epilogue, small_m_epilogue, ring_loop, small_m_gemm,
                 memory=everything, after_wait=after_wait, multiply=multiply,
             )  # fmt: skip
             block.device["ring_gemm"](*given.values())
