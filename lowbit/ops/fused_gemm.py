@@ -104,8 +104,8 @@ def norm_gemm(
     x is h * gamma * factor. rms = sqrt(sum of `squares` float32 [parts, M] / width + eps) is the RMS of the rows of h, which
     have `width` elements. With `gated`, y [M, N / 2] = act(gate) * up; w is a result of `pack.gated.pack_gated` (16-bit
     weights: all gate rows, then all up rows), and bias has the same order; it may also be [M, N], one for each row of x, with
-    no division by the RMS. M <= 16 for 16-bit weights. With `batch_invariant`, a row of y has the same bits for every M. `lora`:
-    adapters whose sums have been divided by the RMS; b t is added with the bias, whose order its columns have. Raises ValueError
+    no division by the RMS. M <= 16 for 16-bit weights. With `batch_invariant`, a row of y has the same bits for every M. `lora`
+    are adapters whose sums are divided by the RMS; b t is added with the bias, whose order its columns have. Raises ValueError
     for tensors that do not fit together.
     """
     _check_weight("norm_gemm", w, x)

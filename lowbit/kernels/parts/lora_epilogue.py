@@ -6,7 +6,7 @@ the bias, before gate and residual. Tokens without an adapter add zeros.
 
 Small M  a block adds the splits of its tokens up before the main loop, into shared memory. A thread multiplies them by the R
          numbers of b of each of its outputs, in order
-Large M  warps multiply b [rows, R] by t of the tokens with mma.sync, adapter after adapter, whose sums have the layout of wgmma's
+Large M  warps multiply b [rows, R] by t of the tokens with mma.sync, adapter after adapter; its sums have the layout of wgmma's
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """t = a x of the LoRA adapter of each row, the launch before a product whose epilogue adds b t (parts/lora_epilogue.py): sm_80
 and newer.
 
-Reads   x fp16 or bf16 [M, K], rows of 16-byte vectors; a [adapters, parts, R, K] in x's type; adapter_of int32 [M], -1 for none;
-        squares float32 [norm_parts, M] or None
-Writes  t float32 [splits, M, parts, R], sums over splits of K, divided by the rows' RMS; rows without an adapter stay as they are
+Reads   x fp16 or bf16 [M, K], rows of 16-byte vectors; a [adapters, parts, R, K] in x's type; adapter_of int32 [M], -1 for
+        none; squares float32 [norm_parts, M] or None
+Writes  t float32 [splits, M, parts, R], sums over splits of K, divided by the rows' RMS; not for rows without an adapter
 Grid    splits x parts x groups of 16 ranks; adapters; blocks of 8 or 16 tokens. A block without a row of its adapter ends at
         once, but for the first, which waits for the previous kernel: a kernel that waits for this one relies on both
 Warps   each takes chunks of 32 columns of its split, round-robin: three vectors of 16 bytes a lane are the operands of two
