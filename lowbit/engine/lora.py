@@ -125,7 +125,8 @@ class Adapters:
         products = sorted({name for layer in self.layers for name in layer}, key=PRODUCTS.index)
         size = f"{self.nbytes / 2**20:.1f} MiB"
         of = f"{', '.join(products)} of {len(self.layers)} layers"
-        return f"LoRA adapters {', '.join(self.names)} in {size}, of {of}: {2 * len(products)} launches a layer more"
+        more = f"{len(products)} launches a layer more in steps of five, else {2 * len(products)}"
+        return f"LoRA adapters {', '.join(self.names)} in {size}, of {of}: {more}"
 
     @classmethod
     def load(

@@ -24,7 +24,7 @@ from lowbit.kernels.parts.gluon import (
     tma_load,
     tma_store,
 )
-from lowbit.kernels.parts.lora_epilogue import LoraArgs, add_terms
+from lowbit.kernels.parts.lora_epilogue import LoraArgs, add_terms, prefetch_tile
 from lowbit.kernels.parts.prologue import wait_for_previous_kernel
 from lowbit.kernels.parts.scaled_epilogue import put
 from lowbit.kernels.parts.tile import Warpgroups
@@ -88,9 +88,9 @@ class ResidualStream:
 
 
 @gluon.jit
-def prefetch_rows(epilogue_args, stream, first_row, N, C: gl.constexpr):
-    """Prefetches scales, biases and gamma of a tile's rows into L2 during the main loop; else the epilogue would load from
-    memory."""
+def prefetch_rows(epilogue_args, stream, first_row, first_token, N, M, C: gl.constexpr):
+    """Prefetches scales, biases, gamma and adapters of a tile's rows into L2 during the main loop; else the epilogue would load
+    from memory."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     row = gl.minimum(first_row + thread * 8 % C.rows, N - 1)  # memory sectors have 32 bytes
     if C.epilogue.channel_scale:
@@ -99,6 +99,8 @@ def prefetch_rows(epilogue_args, stream, first_row, N, C: gl.constexpr):
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.bias + row])
     if C.epilogue.residual:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [stream.gamma + row])
+    if C.epilogue.lora is not None:
+        prefetch_tile(stream.lora, first_row, first_token, N, M, C)
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.parts.gluon import Scalar, aggregate, gl, gluon, mma_v2, ptx
+from lowbit.kernels.parts.gluon import Scalar, aggregate, gl, gluon, mma_v2, ptx, run
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,35 @@ class LoraArgs:
     adapter_of: Scalar
 
 
+PREFETCH = gl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }")
+"""PTX that prefetches a sector of 32 bytes into L2, if $2 is not 0."""
+
+
+@gluon.jit
+def prefetch_b(lora, adapter, channel, needed, N, C: gl.constexpr):
+    """Prefetches rows of b into L2 where `needed` is not 0; else their loads in the epilogue would wait for memory."""
+    RANK: gl.constexpr = C.epilogue.lora.rank
+    row = lora.b + (adapter.to(gl.int64) * N + channel) * RANK
+    for sector in gl.static_range(RANK // 16):
+        run(PREFETCH, "=r,l,r", [row + sector * 16, needed])
+
+
+@gluon.jit
+def prefetch_tile(lora, first_row, first_token, N, M, C: gl.constexpr):
+    """Prefetches the rows of b of a tile, for the adapters of its tokens."""
+    ADAPTERS: gl.constexpr = C.epilogue.lora.adapters
+    TOKENS: gl.constexpr = C.tokens
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [C.warps, 1], [16, 8]), 2)
+    tokens = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
+    own = gl.load(lora.adapter_of + tokens, mask=tokens < M, other=-1)
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    row = first_row + thread % C.rows
+    needed = ((thread < C.rows) & (row < N)).to(gl.int32)
+    for adapter in range(ADAPTERS):
+        if gl.max((own == adapter).to(gl.int32), axis=0) > 0:
+            prefetch_b(lora, adapter + thread * 0, row, needed, N, C)
+
+
 @gluon.jit
 def part_of(column, C: gl.constexpr):
     """Returns the part of a column."""
@@ -107,11 +136,13 @@ def add_terms(sums, lora, first_row, first_token, N, M, C: gl.constexpr):
     PARTS: gl.constexpr = L.parts
     SPLITS: gl.constexpr = L.splits
     RANK: gl.constexpr = L.rank
+    ADAPTERS: gl.constexpr = L.adapters
+    TOKENS: gl.constexpr = C.tokens
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.warps, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, A))
-    tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, B))
+    tokens = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, B))
     own = gl.load(lora.adapter_of + tokens, mask=tokens < M, other=-1)
     part = part_of(rows, C)
     total = gl.convert_layout(sums, LAYOUT, assert_trivial=True)
@@ -119,12 +150,12 @@ def add_terms(sums, lora, first_row, first_token, N, M, C: gl.constexpr):
         if L.alternates or ((first_row < ptx(L.begin, p + 1)) & (first_row + C.rows > ptx(L.begin, p))):
             rank = gl.arange(0, RANK, gl.SliceLayout(1, B))
             of_t = lora.t + (tokens[None, :] * (PARTS * RANK) + (p * RANK + rank[:, None]))
-            inner = gl.zeros([RANK, C.tokens], gl.float32, B)
+            inner = gl.zeros([RANK, TOKENS], gl.float32, B)
             for split in gl.static_range(SPLITS):
                 at = of_t + split * M * (PARTS * RANK)
                 inner += gl.load(at, mask=(own >= 0)[None, :], other=0.0, cache_modifier=".cg")
             halves = inner.to(lora.b.dtype.element_ty)
-            for adapter in range(L.adapters):
+            for adapter in range(ADAPTERS):
                 mine = own == adapter
                 if gl.max(mine.to(gl.int32), axis=0) > 0:
                     of_b = lora.b + (adapter * N + rows).to(gl.int64)[:, None] * RANK

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lowbit.kernels.parts.epilogue import gate_times_up
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, ptx, run
-from lowbit.kernels.parts.lora_epilogue import part_of
+from lowbit.kernels.parts.lora_epilogue import part_of, prefetch_b
 
 ADD_GROUPS = gl.constexpr(
     "{ .reg .f32 other; mov.f32 $0, $1;\n"
@@ -295,26 +295,48 @@ def stage_sums(lora, thread, at, C: gl.constexpr):
 
 
 @gluon.jit
-def term_of(lora, row, channel, token, exists, at, C: gl.constexpr):
-    """Returns what adapters add to one output of each thread: of column `channel` for `token`."""
+def term_of(lora, adapter, channel, token, exists, at, C: gl.constexpr):
+    """Returns what an adapter, -1 for none, adds to one output of each thread: of column `channel` for `token`."""
     L: gl.constexpr = C.epilogue.lora
-    adapter = gl.load(lora.adapter_of + token, mask=exists, other=-1)
-    needed = exists & (adapter >= 0)
     b = lora.b + (gl.maximum(adapter, 0).to(gl.int64) * at.N + channel) * L.rank
-    words = asm(L.load_b, L.load_b_constraints, [b, needed.to(gl.int32)], L.words_types)
+    words = asm(L.load_b, L.load_b_constraints, [b, (adapter >= 0).to(gl.int32)], L.words_types)
     place = (gl.where(exists, token, at.first_token) - at.first_token) * L.parts + part_of(gl.where(exists, channel, 0), C)
     return asm(L.dot, L.dot_constraints, (C.lora_offset + place * (4 * L.rank),) + words, gl.float32)
+
+
+@gluon.jit
+def prefetch_terms(lora, at, C: gl.constexpr):
+    """Prefetches the rows of b of a thread's outputs into L2. adapter_of is older than the previous kernel."""
+    OUTPUTS: gl.constexpr = C.outputs
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, at.warp, C)
+        row, token, exists = output_of(element, row_of_warps, at, C)
+        adapter = gl.load(lora.adapter_of + token, mask=exists, other=-1)
+        prefetch_b(lora, gl.maximum(adapter, 0), channel_of(row, at, C), (adapter >= 0).to(gl.int32), at.N, C)
+
+
+@gluon.jit
+def load_adapters(lora, at, C: gl.constexpr):
+    """Returns the adapter of each output of a thread, -1 for none."""
+    OUTPUTS: gl.constexpr = C.outputs
+    adapters = ()
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, at.warp, C)
+        _row, token, exists = output_of(element, row_of_warps, at, C)
+        adapters = adapters + (gl.load(lora.adapter_of + token, mask=exists, other=-1),)
+    return adapters
 
 
 @gluon.jit
 def lora_terms(lora, at, C: gl.constexpr):
     """Returns what adapters add to each output of a thread."""
     OUTPUTS: gl.constexpr = C.outputs
+    adapters = load_adapters(lora, at, C)
     terms = ()
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        terms = terms + (term_of(lora, row, channel_of(row, at, C), token, exists, at, C),)
+        terms = terms + (term_of(lora, adapters[i], channel_of(row, at, C), token, exists, at, C),)
     return terms
 
 

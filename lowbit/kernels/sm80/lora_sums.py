@@ -116,14 +116,9 @@ def _loaded(instruction: str) -> str:
     return f"{{ .reg .pred p; setp.ne.s32 p, $5, 0; {zeros} @p {instruction} {{$0, $1, $2, $3}}, [$4]; }}"
 
 
+FOUR_WORDS, FOUR_FLOATS = gl.constexpr((gl.int32,) * 4), gl.constexpr((gl.float32,) * 4)
 WORDS = gl.constexpr("=&r,=&r,=&r,=&r,l,r")
 PRODUCT = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
-
-
-@gluon.jit
-def words_at(text: gl.constexpr, address, needed):
-    """Loads four words by the PTX `text`; zeros where `needed` is 0."""
-    return asm(text, WORDS, [address, needed], (gl.int32, gl.int32, gl.int32, gl.int32))
 
 
 @gluon.jit
@@ -157,8 +152,8 @@ def sums_of_block(shared, t, x, a, adapter_of, squares, M, x_stride, inverse_wid
     low, high = (), ()
     for c in gl.static_range(CHUNKS):
         needed = (column + c * C.waves < C.k).to(gl.int32)
-        low = low + words_at(C.load_weights, of_a + c * C.waves, needed)
-        high = high + words_at(C.load_weights, of_a + (c * C.waves + 8 * C.k), needed)
+        low = low + asm(C.load_weights, WORDS, [of_a + c * C.waves, needed], FOUR_WORDS)
+        high = high + asm(C.load_weights, WORDS, [of_a + (c * C.waves + 8 * C.k), needed], FOUR_WORDS)
     # The sum that a thread finishes is that of its warp's number.
     element = gl.minimum(warp, ELEMENTS - 1)
     token = first_token + element // 4 * 8 + (lane & 3) * 2 + (element & 1)
@@ -176,7 +171,7 @@ def sums_of_block(shared, t, x, a, adapter_of, squares, M, x_stride, inverse_wid
         values = ()
         for c in gl.static_range(CHUNKS):
             needed = xs[n8_tile] * (column + c * C.waves < C.k).to(gl.int32)
-            values = values + words_at(C.load_x, of_x[n8_tile] + c * C.waves, needed)
+            values = values + asm(C.load_x, WORDS, [of_x[n8_tile] + c * C.waves, needed], FOUR_WORDS)
         loaded = square.to(gl.int32, bitcast=True)
         for c in gl.static_range(CHUNKS):
             loaded = loaded | values[4 * c]
@@ -185,7 +180,7 @@ def sums_of_block(shared, t, x, a, adapter_of, squares, M, x_stride, inverse_wid
         acc = (zero, zero, zero, zero)
         for c in gl.static_range(CHUNKS):
             words = low[4 * c : 4 * c + 4] + high[4 * c : 4 * c + 4] + values[4 * c : 4 * c + 4]
-            acc = asm(C.multiply, PRODUCT, words + acc, (gl.float32, gl.float32, gl.float32, gl.float32))
+            acc = asm(C.multiply, PRODUCT, words + acc, FOUR_FLOATS)
         if n8_tile == 0:
             shared.index(0).store(acc[0])  # also keeps the allocation alive, which PTX only uses by address
         for i in gl.static_range(4):

@@ -42,6 +42,7 @@ from lowbit.kernels.parts.small_m_epilogue import (
     load_tokens,
     lora_terms,
     prefetch_rows,
+    prefetch_terms,
     reduce_slices,
     reduce_splits,
     rms_factors,
@@ -155,6 +156,9 @@ def ring_gemm(
         gamma = load_rows(gamma, at, C)
     if not C.rows_early:
         prefetch_rows(channel_scale, bias, gamma, thread, at, C)
+    lora = LoraArgs(t, b, adapter_of)
+    if C.epilogue.lora is not None:
+        prefetch_terms(lora, at, C)
     clear_x(ring, source, C)
     if C.overlap:
         gl.inline_asm_elementwise(
@@ -171,7 +175,6 @@ def ring_gemm(
         old = load_h(h, at, C)
     if C.epilogue.bias_of_tokens and C.h_early:
         bias = load_tokens(bias, at, C)
-    lora = LoraArgs(t, b, adapter_of)
     if C.epilogue.lora is not None:
         stage_sums(lora, thread, at, C)
 

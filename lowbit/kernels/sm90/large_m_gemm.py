@@ -260,7 +260,7 @@ def math(p, C: gl.constexpr):
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, p.tiles, C)
         first_row, first_token = row_tile * C.rows, first_token_of(token_tile, p.tiles, C)
-        prefetch_rows(p.epilogue_args, p.stream, first_row, p.out.N, C)
+        prefetch_rows(p.epilogue_args, p.stream, first_row, first_token, p.out.N, p.out.M, C)
         if C.dequantizer.pair_words > 0:
             prefetch_scales(p, index + gl.num_programs(0), thread, C)
         scale = scales_of_pair(p.scales, row_tile, thread, C)
