@@ -83,7 +83,7 @@ CONFIGS = [
         False,
     ),
     Lora((64, 64), True, 2, 16, 128, 1, True),
-    LoraSums("fp16", 2, 16, 128, 8, 1, True),
+    LoraSums("fp16", 2, 16, 3, 128, 8, 1, True),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     PackedAttention(HEADS, "int4", "fp8", True, False, True),
     Append(HEADS, KVRows(128, "int4", "fp8", True, False), True),

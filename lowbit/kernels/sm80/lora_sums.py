@@ -8,7 +8,8 @@ Grid    splits x parts x groups of 16 ranks; adapters; blocks of 8 or 16 tokens.
         once, but for the first, which waits for the previous kernel: a kernel that waits for this one relies on both
 Warps   each takes chunks of 32 columns of its split, round-robin: three vectors of 16 bytes a lane are the operands of two
         mma.sync, whose columns of K are permuted alike. The sums of all warps are added in order, in shared memory
-Overlap the next kernel may start at once; adapter_of and the weights are loaded before the wait for the previous kernel
+Overlap the first block, which may be the only one that starts early, prefetches the weights of all. The next kernel may start
+        at once; adapter_of and the weights are loaded before the wait for the previous kernel
         (programmatic dependent launch, sm_90), so adapter_of must be older than that kernel
 Exact   sums in float32, in an order that depends on K and on whether M is up to 8: no row's bits depend on other rows. Tested:
         tests/kernels/sm80/test_lora_sums.py
@@ -38,16 +39,24 @@ CHUNK = 32
 SMALL_TOKENS, TOKENS = 8, 16
 """Tokens of a block, for M up to the first number and for larger ones."""
 
-MOST_CHUNKS = {SMALL_TOKENS: 4, TOKENS: 8}
-"""Maximum number of chunks of a warp, by the tokens of a block: its weights, 8 words a lane and chunk, are in registers before
-the wait for the previous kernel. With 4 a block has registers enough beside one of the small-M kernel on an SM."""
+MOST_CHUNKS, FEW_CHUNKS = 8, 4
+"""Maximum number of chunks of a warp, whose weights, 8 words a lane and chunk, are in registers before the wait for the
+previous kernel. With FEW_CHUNKS a block of 8 tokens has registers enough beside a block of the small-M kernel on an SM."""
 
+ENOUGH_SPLITS = 4
+"""Number of splits of K from which on a block of 16 tokens takes more chunks instead: the product adds up all splits."""
+
+PREFETCHED_ROWS = 64
+"""Number of rows whose adapters the first block prefetches."""
+
+PREFETCHED = gl.constexpr(PREFETCHED_ROWS)
 ADD_WARPS = gl.constexpr(add_strided(WARPS, 128))
 
 
 def splits_of(m: int, k: int) -> int:
     """Number of splits of K for M rows."""
-    return -(-k // (WARPS * CHUNK * MOST_CHUNKS[SMALL_TOKENS if m <= SMALL_TOKENS else TOKENS]))
+    few, most = (-(-k // (WARPS * CHUNK * chunks)) for chunks in (FEW_CHUNKS, MOST_CHUNKS))
+    return few if m <= SMALL_TOKENS else max(min(few, ENOUGH_SPLITS), most)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class LoraSums(Warps):
     dtype: HalfType
     parts: int
     rank: int
+    adapters: int
     k: int
     tokens: int
     norm_parts: int
@@ -93,6 +103,25 @@ class LoraSums(Warps):
         return self.rank // 16
 
     @property
+    def prefetches(self) -> bool:
+        """True if the first block prefetches the weights of all blocks, which may start late. Lanes take equal shares of an
+        adapter, of whole 16-byte vectors."""
+        return self.overlap and self.k % 16 == 0
+
+    @property
+    def prefetch(self) -> str:
+        """PTX that prefetches a lane's share of an adapter, from $1 on, into L2 if $2 is not 0 in some lane of its warp."""
+        return (
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; vote.sync.any.pred p, p, 0xffffffff;"
+            f" @p cp.async.bulk.prefetch.L2.global [$1], {2 * self.share}; mov.b32 $0, 0; }}"
+        )
+
+    @property
+    def share(self) -> int:
+        """Number of elements of an adapter's weights that a lane prefetches."""
+        return self.parts * self.rank * self.k // 32
+
+    @property
     def load_weights(self) -> str:
         """PTX that loads four words at $4, zeros if $5 is 0."""
         return _loaded("ld.global.v4.b32")
@@ -119,6 +148,22 @@ def _loaded(instruction: str) -> str:
 FOUR_WORDS, FOUR_FLOATS = gl.constexpr((gl.int32,) * 4), gl.constexpr((gl.float32,) * 4)
 WORDS = gl.constexpr("=&r,=&r,=&r,=&r,l,r")
 PRODUCT = gl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
+
+
+@gluon.jit
+def prefetch_weights(a, adapter_of, M, C: gl.constexpr):
+    """Prefetches the weights of the adapters that rows have into L2; each warp takes every WARPS-th adapter."""
+    ROUNDS: gl.constexpr = (C.adapters + C.warps - 1) // C.warps if C.prefetches else 0
+    ROWS: gl.constexpr = PREFETCHED // 32
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    lane, warp = thread & 31, thread >> 5
+    for i in gl.static_range(ROUNDS):
+        adapter = warp + i * C.warps
+        some = lane * 0
+        for j in gl.static_range(ROWS):
+            row = lane + 32 * j
+            some = some | (gl.load(adapter_of + row, mask=row < M, other=-1) == adapter).to(gl.int32)
+        run(C.prefetch, "=r,l,r", [a + (adapter.to(gl.int64) * 32 + lane) * C.share, some])
 
 
 @gluon.jit
@@ -202,6 +247,8 @@ def lora_sums(t, x, a, adapter_of, squares, M, x_stride, inverse_width, eps, fac
     if C.overlap:
         launch_next_kernel()
     some = gl.program_id(0) + gl.program_id(1) + gl.program_id(2) == 0
+    if some:
+        prefetch_weights(a, adapter_of, M, C)
     for i in gl.static_range(TOKENS):
         token = gl.program_id(2) * TOKENS + i
         some = some | (gl.load(adapter_of + token, mask=token < M, other=-1) == gl.program_id(1))
@@ -217,7 +264,7 @@ class LoraSumsPlan:
     ) -> None:  # fmt: skip
         tokens = SMALL_TOKENS if m <= SMALL_TOKENS else TOKENS
         self.m = m
-        self.config = LoraSums(half_type(dtype), parts, rank, k, tokens, norm_parts, machine.arch.sm >= 90)
+        self.config = LoraSums(half_type(dtype), parts, rank, adapters, k, tokens, norm_parts, machine.arch.sm >= 90)
         c = self.config
         self.launch = Launcher(lora_sums, (c.splits * parts * c.groups, adapters, -(-m // tokens)), WARPS, overlap=c.overlap)
 

@@ -91,8 +91,9 @@ def test_machine_code(m, k, norm, capability):
         wait = next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)
         assert sum("LDG.E.128" in line for line in kernel.lines[:wait]) == 2 * chunks
         assert sum("LDG.E.128" in line for line in kernel.lines[wait : products[0]]) >= chunks
+        assert kernel.count("UBLKPF") == 1, "the first block prefetches the weights of all"
 
 
 def test_splits_depend_on_k_and_on_whether_rows_are_few():
     assert {splits_of(m, 14336) for m in range(1, 9)} == {7} and {splits_of(m, 14336) for m in range(9, 65)} == {4}
-    assert splits_of(1, 64) == 1
+    assert splits_of(1, 64) == 1 and splits_of(64, 4096) == 2 and splits_of(64, 28672) == 7
