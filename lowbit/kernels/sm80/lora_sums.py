@@ -43,6 +43,9 @@ MOST_CHUNKS, FEW_CHUNKS = 8, 4
 """Maximum number of chunks of a warp, whose weights, 8 words a lane and chunk, are in registers before the wait for the
 previous kernel. With FEW_CHUNKS a block of 8 tokens has registers enough beside a block of the small-M kernel on an SM."""
 
+REGISTERS = 64
+"""Limit for each thread of a block of 8 tokens: 512 and 256 of the small-M kernel, of up to 120 registers, fit an SM together."""
+
 ENOUGH_SPLITS = 4
 """Number of splits of K from which on a block of 16 tokens takes more chunks instead: the product adds up all splits."""
 
@@ -266,7 +269,9 @@ class LoraSumsPlan:
         self.m = m
         self.config = LoraSums(half_type(dtype), parts, rank, adapters, k, tokens, norm_parts, machine.arch.sm >= 90)
         c = self.config
-        self.launch = Launcher(lora_sums, (c.splits * parts * c.groups, adapters, -(-m // tokens)), WARPS, overlap=c.overlap)
+        grid = c.splits * parts * c.groups, adapters, -(-m // tokens)
+        registers = REGISTERS if tokens == SMALL_TOKENS else 0
+        self.launch = Launcher(lora_sums, grid, WARPS, overlap=c.overlap, registers=registers)
 
     def __call__(
         self, x: Tensor, a: Tensor, adapter_of: Tensor, squares: Tensor | None, inverse_width: float, eps: float, factor: float
