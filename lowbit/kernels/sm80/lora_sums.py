@@ -44,7 +44,7 @@ MOST_CHUNKS, FEW_CHUNKS = 8, 4
 previous kernel. With FEW_CHUNKS a block of 8 tokens has registers enough beside a block of the small-M kernel on an SM."""
 
 REGISTERS = 64
-"""Limit for each thread of a block of 8 tokens: 512 and 256 of the small-M kernel, of up to 120 registers, fit an SM together."""
+"""Limit for each thread of a block of 8 tokens: 512 with so many and 256 of the small-M kernel, with up to 120, fit an SM."""
 
 ENOUGH_SPLITS = 4
 """Number of splits of K from which on a block of 16 tokens takes more chunks instead: the product adds up all splits."""

@@ -77,8 +77,8 @@ def test_on_a_gpu(m, dtype):
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("m", "k", "norm"), [(1, 4096, 128), (8, 14336, 0), (64, 4096, 32), (64, 14336, 0)])
 def test_machine_code(m, k, norm, capability):
-    """At most four registers are spilled, there is no loop; weights are loaded before the wait for the previous kernel, and x at once after it. Up to 8 rows, registers
-    are left for a block of the small-M kernel on the same SM."""
+    """At most four registers are spilled, and there is no loop. Weights are loaded before the wait for the previous kernel, x
+    at once after it. Up to 8 rows, registers are left for a block of the small-M kernel on the same SM."""
     plan = LoraSumsPlan(m, k, 2, 16, 4, norm, torch.bfloat16, typical_machine(capability))
     squares = meta((norm, m), torch.float32) if norm else None
     tensors = meta((m, k), torch.bfloat16), meta((4, 2, 16, k), torch.bfloat16), meta((m,), torch.int32), squares
