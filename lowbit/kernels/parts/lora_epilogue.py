@@ -148,18 +148,19 @@ def add_terms(sums, lora, first_row, first_token, N, M, C: gl.constexpr):
     total = gl.convert_layout(sums, LAYOUT, assert_trivial=True)
     for p in gl.static_range(PARTS):
         if L.alternates or ((first_row < ptx(L.begin, p + 1)) & (first_row + C.rows > ptx(L.begin, p))):
-            rank = gl.arange(0, RANK, gl.SliceLayout(1, B))
-            of_t = lora.t + (tokens[None, :] * (PARTS * RANK) + (p * RANK + rank[:, None]))
-            inner = gl.zeros([RANK, TOKENS], gl.float32, B)
-            for split in gl.static_range(SPLITS):
-                at = of_t + split * M * (PARTS * RANK)
-                inner += gl.load(at, mask=(own >= 0)[None, :], other=0.0, cache_modifier=".cg")
-            halves = inner.to(lora.b.dtype.element_ty)
-            for adapter in range(ADAPTERS):
-                mine = own == adapter
-                if gl.max(mine.to(gl.int32), axis=0) > 0:
-                    of_b = lora.b + (adapter * N + rows).to(gl.int64)[:, None] * RANK
-                    of_b += gl.arange(0, RANK, gl.SliceLayout(0, A))[None, :]
-                    b = gl.load(of_b, mask=((part == p) & (rows < N))[:, None], other=0.0)
-                    total = mma_v2(b, gl.where(mine[None, :], halves, 0.0), total)
+            for first_rank in gl.static_range(0, RANK, 16):
+                rank = p * RANK + first_rank + gl.arange(0, 16, gl.SliceLayout(1, B))
+                of_t = lora.t + (tokens[None, :] * (PARTS * RANK) + rank[:, None])
+                inner = gl.zeros([16, TOKENS], gl.float32, B)
+                for split in gl.static_range(SPLITS):
+                    at = of_t + split * M * (PARTS * RANK)
+                    inner += gl.load(at, mask=(own >= 0)[None, :], other=0.0, cache_modifier=".cg")
+                halves = inner.to(lora.b.dtype.element_ty)
+                for adapter in range(ADAPTERS):
+                    mine = own == adapter
+                    if gl.max(mine.to(gl.int32), axis=0) > 0:
+                        of_b = lora.b + (adapter * N + rows).to(gl.int64)[:, None] * RANK
+                        of_b += first_rank + gl.arange(0, 16, gl.SliceLayout(0, A))[None, :]
+                        b = gl.load(of_b, mask=((part == p) & (rows < N))[:, None], other=0.0)
+                        total = mma_v2(b, gl.where(mine[None, :], halves, 0.0), total)
     return gl.convert_layout(total, C.accumulator, assert_trivial=True)
