@@ -423,7 +423,8 @@ class Engine:
         """Schedules and launches a step; if that raises an error, its sequences fail and others continue."""
         scheduled = None
         try:
-            scheduled = self.scheduler.schedule(self.step_budget.next(self.scheduler.waiting_tokens))
+            filled = self.mixed_runner.steady_tokens(len(self.scheduler.decoding))
+            scheduled = self.scheduler.schedule(self.step_budget.next(self.scheduler.waiting_tokens, filled))
             if self.speculation is not None and not self._in_flight:
                 self.scheduler.add_drafts(scheduled, self.speculation.plan(scheduled.decoding))
             if scheduled:

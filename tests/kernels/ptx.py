@@ -283,6 +283,9 @@ class Block:
         if "wide" in step.parts:
             a, b = (self.value(each, kind).astype(_dtype(_wider(kind))) for each in step.operands[1:])
             self.write(step.operands[0], a * b, mask)
+        elif "hi" in step.parts:
+            a, b = (self.value(each, kind).astype(_dtype(_wider(kind))) for each in step.operands[1:])
+            self.write(step.operands[0], (a * b >> _dtype(kind).itemsize * 8).astype(_dtype(kind)), mask)
         else:
             self._simple(step, mask, np.multiply)
 
@@ -420,6 +423,14 @@ class Block:
         lanes = self.value(apart, "u32")
         assert (lanes == lanes[0]).all() and lanes[0] < 32
         self.write(dest, self.value(source, "u32")[np.arange(self.threads) ^ int(lanes[0])], mask)
+
+    def _redux(self, step, mask):
+        assert step.parts[2] == "max" and mask.all()
+        dest, source, _ = step.operands
+        self.write(dest, np.repeat(self.value(source, step.parts[-1]).reshape(-1, 32).max(axis=1), 32), mask)
+
+    def _prefetch(self, step, mask):
+        self.memory.load(self.address(step.operands[0]), 16, mask)  # it must be in a tensor
 
     def _halves(self, names) -> np.ndarray:
         """Halves [warps, lanes, registers, 2] as float64."""

@@ -65,18 +65,20 @@ def test_kernels_of_each_gpu(folder):
 
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 def test_kernels_of_adapters(folder, tmp_path, gpu):
-    """Adapters need two kernels of their own, and products of steps and prompts with a bias of tokens. No other kernel is
-    new."""
+    """The sums of adapters and products of steps whose epilogues add them; two kernels of prompts' adapters and products whose
+    bias is of tokens; nothing else is new."""
     lora = {"x": write_adapter(tmp_path, tiny_llama(), rank=40)}
     options = {"max_concurrent": 2, "scheme": "w4a16_g64", "speculate": 2}
     plain, adapted = (engine_kernels(folder, GPUS[gpu], **options, **more) for more in ({}, {"lora": lora}))
     new = [kernel for kernel in adapted if kernel not in plain]
-    products = [kernel for kernel in new if kernel.name not in ("shrink", "expand")]
-    assert {kernel.name for kernel in new} > {"shrink", "expand"} and products
-    assert all(kernel.arguments[-1].epilogue.bias_of_tokens for kernel in products)
-    ends = {(e.norm_parts > 0, e.gate, e.residual) for e in (kernel.arguments[-1].epilogue for kernel in products)}
-    assert ends >= {(True, "none", False), (True, "silu", False), (False, "none", True), (False, "none", False)}
-    assert {kernel.arguments[-1].rank for kernel in new if kernel.name == "shrink"} == {64}
+    products = [kernel for kernel in new if kernel.name not in ("shrink", "expand", "lora_sums")]
+    assert {kernel.name for kernel in new} > {"shrink", "expand", "lora_sums"} and products
+    epilogues = [kernel.arguments[-1].epilogue for kernel in products]
+    assert all(e.bias_of_tokens == (e.lora is None) for e in epilogues)
+    ends = {(e.norm_parts > 0, e.gate, e.residual, e.lora is not None) for e in epilogues}
+    assert ends >= {(True, "none", False, True), (True, "silu", False, True), (False, "none", True, True)}
+    assert (False, "none", False, False) in ends
+    assert {kernel.arguments[-1].rank for kernel in new if kernel.name in ("shrink", "lora_sums")} == {64}
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g64", "w4a16_g64_z", "w4a16_g64_fz", "w8a16_g64", "w6e3m2a16"])

@@ -38,3 +38,22 @@ def lora_reference(
             columns = (part_of.to(x.device) == part).nonzero()[:, 0]
             y[rows[:, None], columns] = each @ b[adapter, columns].to(dtype).T
     return y if bias is None else y + bias.to(dtype)
+
+
+def lora_sums_reference(
+    x: Tensor, a: Tensor, adapter_of: Tensor, squares: Tensor | None = None, *, width: int = 1, eps: float = 0.0,
+    factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Returns a x of each row's adapter float64 [M, parts, R], 0 for rows without one; arguments as in `lora_reference`."""
+    t = torch.einsum("mk,mprk->mpr", x.double(), a.double()[adapter_of.clamp(min=0).long()])
+    t = t * (adapter_of >= 0)[:, None, None]
+    return t if squares is None else t / (rms_reference(squares, width, eps) * factor)[:, None, None]
+
+
+def lora_terms_reference(t: Tensor, b: Tensor, adapter_of: Tensor, part_of: Tensor) -> Tensor:
+    """Returns b t float64 [M, N] of each row's adapter, 0 for rows without one. t float32 [splits, M, parts, R] is added up and
+    rounded to the type of b [adapters, N, R]; part_of as in `lora_reference`."""
+    own = adapter_of >= 0
+    rounded = torch.where(own[:, None, None], t.double().sum(0), 0.0).to(b.dtype).double()
+    terms = torch.einsum("mnr,mnr->mn", rounded[:, part_of.to(t.device)], b.double()[adapter_of.clamp(min=0).long()])
+    return torch.where(own[:, None], terms, 0.0)

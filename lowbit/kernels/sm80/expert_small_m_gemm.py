@@ -433,7 +433,7 @@ def expert_ring_gemm(
             scales = load_rows(channel_scale + expert * N, at, C)
         if not C.rows_early and C.epilogue.bias:
             biases = load_rows(bias + expert * N, at, C)
-        store_rows(y, sums, SmallMEpilogueArgs(factor, scales, (), biases), slots, factors, at, C)
+        store_rows(y, sums, SmallMEpilogueArgs(factor, scales, (), biases, ()), slots, factors, at, C)
         tile, following = following, later
         slots, next_slots = next_slots, later_slots
 
