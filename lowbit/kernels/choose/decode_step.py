@@ -595,8 +595,8 @@ def wait_of(status: int) -> tuple[int, str]:
 @dataclass(frozen=True)
 class Faster:
     """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps
-    of `tokens` tokens, for layers whose weights have `bits` bits, of which a step reads `least_bytes` to `most_bytes`, in contexts
-    of up to `context` tokens. `experts`: of MLPs that are experts, else of dense ones."""
+    of `tokens` tokens, for layers whose weights have `bits` bits, of which a step reads `least_bytes` to `most_bytes`, in
+    contexts of up to `context` tokens. `experts`: of MLPs that are experts, else of dense ones."""
 
     gpu: str
     tokens: int
