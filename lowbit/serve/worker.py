@@ -142,9 +142,9 @@ class Worker:
     def __init__(self, engine: Engine, metrics: Metrics, prompts: Prompts, *, grammars: bool = False) -> None:
         self.engine, self.metrics, self._prompts = engine, metrics, prompts
         self._grammars = grammars
+        """True if requests may have grammars, whose graphs the warm-up captures too."""
         self._embedding: set[asyncio.Future[list[float]]] = set()
         """Embeddings that requests wait for."""
-        """True if requests may have grammars, whose graphs the warm-up captures too."""
         self.failures = 0
         """Number of sequences that failed since the last one that did not."""
         self.dead = False
