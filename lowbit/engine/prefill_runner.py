@@ -1,7 +1,7 @@
 """Launches the prefill chunks of a step. On a GPU, there is a CUDA graph for each padded number of tokens.
 
 Without graphs, the 300 launches of any prompt take 15 to 20 ms in Python (Llama-3-8B's shape, H200, 2026-11-23). That is longer
-than the GPU computes 512 tokens. Sampling is not in the graph, since its settings differ between requests.
+than the GPU needs for 512 tokens. Sampling is not in the graph, since its settings differ between requests.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from lowbit.pack.stem import PIXEL_BYTES, StemImages
 def pack_values(
     x: Tensor, gain: Tensor, shift: Tensor, layout: Nhwc64 | StemImages, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Returns packed codes clamp(round(float32(x) * gain[c] + shift[c])) of x [N, C, H, W] of any real type of up to 32 bits
-    and any strides, for example NHWC. The product and the sum are one fma; codes are rounded to nearest, ties to even.
+    """Returns packed codes clamp(round(float32(x) * gain[c] + shift[c])) of x [N, C, H, W] of any real type but
+    float64 and any strides, for example NHWC. The product and the sum are one fma; codes are rounded to nearest, ties to even.
 
     gain and shift: float32 [C], on the device of x. `out` is contiguous uint8 in the shape of the layout, written if given.
     Raises ValueError for other tensors.

@@ -93,10 +93,10 @@ class Routing:
 def route(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_rows: int) -> Routing:
     """Routes tokens by the logits [T, E] (fp16, bf16 or fp32, any row stride) of a router.
 
-    `bias` float32 [E] is used according to `rule.bias_use`. Scores and weights are computed in float32 and not rounded. Experts
-    are chosen by the largest logits if the score grows with the logit, which needs no rounding; otherwise by the largest sums
-    of score and bias. The slots of a token are in falling order of these values; among equal values the lower index comes
-    first.
+    `bias` float32 [E] is used according to `rule.bias_use`. Scores and weights are computed in float32 and not rounded further.
+    The choice compares logits if scores have the same order, since computed scores may have ties that logits do not have. It
+    compares scores with a bias for the choice only, which is added to them, and with groups that are ranked by their two best
+    scores. The slots of a token are in falling order of the compared values; among equal values the lower index comes first.
 
     A token with a NaN among its logits has NaN weights; under a softmax so does a token with +inf, or with only -inf. In the
     choice a NaN counts as -inf; the experts of a token are always distinct. The result of a token depends neither on T nor on
