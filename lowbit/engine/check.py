@@ -99,8 +99,8 @@ def program_of(
 
 
 def kernel_refusals(decoder: Decoder, dtype: torch.dtype, kv: KVScheme = KV16) -> tuple[str, ...]:
-    """Reasons why the kernels of a decode step cannot compute a decoder in `dtype` with keys and values in `kv`; empty if they
-    can."""
+    """Returns the reasons why the kernels of a decode step cannot compute a decoder in `dtype` with keys and values in `kv`;
+    empty if they can."""
     reasons = [*attention_refusals(decoder.attention), *kv_refusals(kv, decoder.attention.head_dim), *triton_refusals()]
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"its kernels compute in fp16 and bf16, the model is in {str(dtype).removeprefix('torch.')}")

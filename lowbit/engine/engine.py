@@ -72,7 +72,9 @@ class Engine:
 
     Args:
         max_concurrent: requests computed at once; others wait in a queue.
-        max_length: tokens of a request, prompt included (default: the model's positions, as far as the cache holds them).
+        max_length: maximum number of tokens of a request, prompt included. Default: the model's positions, or fewer if the
+        cache
+            cannot hold as many.
         cache_bytes: memory for keys and values (default: most of a GPU's free memory).
         kv: how keys and values are stored (`formats.kv.KV_GRAMMAR`): "16" (the model's dtype), "fp8", "int8", "int4", or one
             format for keys and another for values, such as "k8v4". Needs a decode program unless it is "16".
@@ -97,7 +99,7 @@ class Engine:
             Requests with different adapters and with none are computed together (lora.py). Needs a decode program.
         step_ms: milliseconds that a step on a GPU may take if it computes prompt tokens and decodes sequences at once. The step
             has as many prompt tokens as fit into this time, but at least 64 (step_budget.py). None: up to `chunk_tokens` in
-            any time. So it is also on a CPU, and with `batch_invariant`, whose chunks must not depend on time.
+            any time. The same applies on a CPU, and with `batch_invariant`, whose chunks must not depend on time.
         ranks: the group of processes that compute the model together (`rank_processes.start_ranks`); `model` is the part of
             this process. All results are those of the whole model. None: this process computes the whole model.
         progress: called with the progress of kernels that a step compiles, and once when all are compiled.
@@ -157,8 +159,8 @@ class Engine:
         self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
         self.max_length = min(max_length or self._positions, self._positions)
-        # The program joins weights, which the model keeps using, perhaps for training. So they are tensors of inference mode
-        # only if the model's own weights are.
+        # The model keeps using the weights that the program joins, and may be trained. So the joined weights are made in
+        # inference mode only if the model's own weights were.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = program_for(
                 model, self.max_length, batch_invariant, forward, parse_kv(kv), persistent_step, ranks
@@ -179,7 +181,7 @@ class Engine:
         if ranks is not None:  # all ranks have the same number of pages
             self._cache_budget = replace(self._cache_budget, bytes_=ranks.least(self._cache_budget.bytes_))
         self.page_bytes = self.program.page_bytes + (0 if self._draft is None else self._draft.program.page_bytes)
-        """Bytes of keys and values of a page of tokens, those of the draft model included."""
+        """Bytes of a page's keys and values in all layers, including those of the draft model."""
         if max_length is None:
             self.max_length = min(self.max_length, self._cache_budget.longest(self.page_bytes))
         pages = self._cache_budget.pages(self.page_bytes, max_concurrent, self.max_length)
@@ -324,8 +326,8 @@ class Engine:
         sequence.check()
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
-        """Submits requests and returns their sequences when all have finished; an error cancels those that have not. Raises
-        RequestFailed, once all have finished, if one of them failed."""
+        """Submits requests, and returns their sequences when all have finished. Raises RequestFailed, after all have finished,
+        if one of them failed. Any other error cancels the sequences that have not finished."""
         sequences: list[Sequence] = []
         try:
             for request in requests:
@@ -422,7 +424,7 @@ class Engine:
         return bool(self.speculation.plan(self.scheduler.decoding, unread=True))
 
     def _launch_next(self) -> SchedulerOutput:
-        """Schedules and launches a step; if that raises an error, its sequences fail and others continue."""
+        """Schedules and launches a step. If that raises an error, the sequences of the step fail, and others continue."""
         scheduled = None
         try:
             scheduled = self.scheduler.schedule(self.step_budget.next(self.scheduler.waiting_tokens))

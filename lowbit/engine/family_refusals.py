@@ -28,7 +28,7 @@ OWN_HOOKS = ("transformers.", "lowbit.")
 
 
 def family_refusals(model: FamilyModel, positions: int) -> tuple[str, ...]:
-    """Reasons why a model has no decode program for sequences of `positions` tokens; empty if it can have one."""
+    """Returns the reasons why a model has no decode program for sequences of `positions` tokens; empty if it has one."""
     reasons = tuple(_variants(model))
     if reasons:
         return reasons  # such a model may lack the modules checked below

@@ -1,4 +1,4 @@
-"""Grammars: what a sequence may say, as a JSON schema, a regular expression, a list of choices or a Lark grammar.
+"""Grammars restrict the text of a sequence. They are a JSON schema, a regular expression, a list of choices or a Lark grammar.
 
     compiler = GrammarCompiler(tokenizer, engine.vocab, engine.stop_token_ids)
     engine.submit(Request(prompt, 100, grammar=compiler.compile(Grammar.json_schema({"type": "integer"}))))

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATTERN = "kernels-*.lowbit"
-"""Names of kernels files that are found beside a checkpoint."""
+"""Pattern of the names of kernels files in a checkpoint's folder."""
 
 GROUP = "lowbit.kernels"
-"""Entry points of packages with a kernels file (export/wheel.py): `sm90 = lowbit_kernels_sm90`."""
+"""Group of the entry points of packages that contain a kernels file (export/wheel.py), such as `sm90 = lowbit_kernels_sm90`."""
 
 INSTALLED = "kernels.lowbit"
-"""Name of the kernels file in such a package."""
+"""Name of the kernels file in an installed package of kernels."""
 
 _in_use: dict[torch.device, KernelFile] = {}
 """The kernels file that this process uses on a GPU."""

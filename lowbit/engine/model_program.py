@@ -64,12 +64,13 @@ class ModelProgram(Protocol):
         """True if `mixed_logits` and `mixed_prompt` compute decoding sequences and prompts in one forward."""
 
     def mixed_logits(self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns logits [B, V] as `step` does for `rows`, and logits [sequences, V] as `ragged_logits` does."""
+        """Returns the logits [B, V] that `step` returns for `rows`, and the logits [sequences, V] that `ragged_logits`
+        returns."""
 
     def mixed_prompt(
         self, chunks: abc.Sequence[PrefillChunk], rows: Tensor, slots: Slots, longest: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns logits [B, V] as `step` does for `rows`, and those that `prompt` returns for `chunks`."""
+        """Returns the logits [B, V] that `step` returns for `rows`, and the logits that `prompt` returns for `chunks`."""
 
     def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
         """Returns logits [sequences, V] after the last tokens of a ragged batch."""

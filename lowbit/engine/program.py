@@ -285,13 +285,14 @@ class DecodeProgram:
         return not self.softcaps
 
     def mixed_logits(self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns logits [B, V] as `step` does for `rows`, and logits [sequences, V] as `ragged_logits` does."""
+        """Returns the logits [B, V] that `step` returns for `rows`, and the logits [sequences, V] that `ragged_logits`
+        returns."""
         return self._mixed(ragged, rows, slots, longest, ragged.last, None)
 
     def mixed_prompt(
         self, chunks: abc.Sequence[PrefillChunk], rows: Tensor, slots: Slots, longest: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns logits [B, V] as `step` does for `rows`, and those that `prompt` returns for `chunks`."""
+        """Returns the logits [B, V] that `step` returns for `rows`, and the logits that `prompt` returns for `chunks`."""
         ragged, by_chunks = self._ragged(chunks, slots)
         last = ragged.last[: sum(chunk.last for chunk in chunks)]
         decoded, prompted = self._mixed(ragged, rows, slots, longest, last, by_chunks)

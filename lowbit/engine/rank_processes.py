@@ -58,8 +58,8 @@ CommonFunction = Callable[..., T]
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank loads, and the port on which it joins the others. device: "cuda" or "cpu". check: called once all ranks have
-    joined. kernels, beside: arguments of `use_kernels`."""
+    """The task of a rank: what it loads, and the port on which it joins the others. device: "cuda" or "cpu". check: called once
+    all ranks have joined. kernels, beside: arguments of `use_kernels`."""
 
     rank: int
     size: int
@@ -113,7 +113,7 @@ class LeadingRanks(Ranks):
                 errors.append(error)
                 self._changed.notify_all()
 
-        # NCCL and gloo keep waiting for a rank that ends meanwhile. So they connect in a thread of their own.
+        # The ranks connect in a separate thread, since NCCL and gloo would keep waiting for a rank that ends meanwhile.
         threading.Thread(target=connect, daemon=True).start()
         with self.guarded():
             with self._changed:

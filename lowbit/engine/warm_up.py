@@ -36,7 +36,7 @@ class Stage:
 
 Part = tuple[str, int, bool | None, int]
 """A part of a step, (kind, count, filters, reach). "step": a decode step of `count` rows for contexts of up to `reach` tokens.
-"verify": the same with guesses. "mixed": `count` prompt tokens beside `reach` decoding sequences. "prompt": `count` prompt
+"verify": the same with guesses. "mixed": `count` prompt tokens and `reach` decoding sequences. "prompt": `count` prompt
 tokens. "sample": sampling of `count` rows after prompts. filters: some request samples or has a grammar.
 """
 

@@ -46,7 +46,7 @@ def _product(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: i
         return (torch_int4.product_by_rows(x, codes).float() * scale.float()).to(x.dtype)
     if x.dtype == torch.float32:
         return torch.nn.functional.linear(x, codes)
-    # Torch's product of 16-bit matrices reorders all of w at each call, which costs as much as one token's product.
+    # torch's product of 16-bit matrices reorders all of w at each call, which costs as much as the product of one token.
     return torch.mv(codes, x[0])[None] if m == 1 else torch_int4.product_by_rows(x, codes)
 
 

@@ -234,7 +234,7 @@ def _check_embed(on: torch.device, a: EmbedArguments) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _embed_plan(dtype: torch.dtype, scaled: bool, end: str, offset: float, *tensors: TensorSpec | None) -> EmbedPlan:
-    """The plan of a call; raises ValueError when the tensors do not fit together."""
+    """Returns the plan of a call. Raises ValueError if the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import EmbedPlan, NormRequest
 
     tokens, rows, table, row_scale, gamma, *others = meta_tensors(tensors)
@@ -300,7 +300,7 @@ def _check_norm(
 
 @functools.lru_cache(maxsize=4096)
 def _norm_plan(end: str, offset: float, *tensors: TensorSpec | None) -> NormPlan:
-    """The plan of a call; raises ValueError when the tensors do not fit together."""
+    """Returns the plan of a call. Raises ValueError if the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import NormPlan, NormRequest
 
     h, *others = meta_tensors(tensors)
@@ -388,7 +388,7 @@ def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str
 
 @functools.lru_cache(maxsize=4096)
 def _gate_plan(vectors: bool, function: str, alternate: bool, gated: bool, *tensors: TensorSpec | None) -> GatePlan:
-    """The plan of a call; raises ValueError when the tensors do not fit together."""
+    """Returns the plan of a call. Raises ValueError if the tensors do not fit together."""
     from lowbit.kernels.elementwise.gate import GatePlan
 
     gate, up = meta_tensors(tensors)

@@ -362,7 +362,7 @@ register(
 def _check_sum_norm(
     h: Tensor, y: Tensor, top_k: int, gamma: Tensor, eps: float, shared: Tensor | None = None, share: Tensor | None = None
 ) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors are of one call."""
+    """Raises ValueError unless the tensors fit together."""
     if h.dim() != 2 or y.dim() != 2 or top_k < 1 or y.shape != (h.shape[0] * top_k, h.shape[1]) or y.dtype != h.dtype:
         raise ValueError(
             f"sum_norm: h is floats [T, N] and y [T * {top_k}, N] of its type, got {h.dtype} {tuple(h.shape)} and {y.dtype} "

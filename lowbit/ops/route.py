@@ -316,7 +316,7 @@ def _route_tokens_fake(x: Tensor, router: Tensor, bias: Tensor | None, *rest: An
 
 
 def _check_norm(x: Tensor, squares: Tensor, router: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
-    """Raises ValueError unless the arguments are of one call."""
+    """Raises ValueError unless the arguments fit together."""
     if not (1 <= len(x) <= MOST_FUSED if x.dim() == 2 else False):
         raise ValueError(f"norm_route: x is [T, K] of 1 to {MOST_FUSED} tokens, got {tuple(x.shape)}")
     _check_tokens(x, router, bias, rule, tile_rows)

@@ -30,7 +30,7 @@ adjacent seeds have no seed in common."""
 
 
 def config_refusals(config: GenerationConfig) -> tuple[str, ...]:
-    """Reasons why an engine cannot sample as a model's generation config states; empty if it can."""
+    """Returns the reasons why an engine cannot sample as a model's generation config states; empty if it can."""
     fields = {name for name, value in config.to_diff_dict().items() if value is not None}
     unknown = sorted(fields - _USED - _SAID)
     return tuple(f"its generation config sets {name}={getattr(config, name, None)!r}" for name in unknown)

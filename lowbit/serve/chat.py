@@ -69,8 +69,8 @@ class Encoder:
             return True
 
     def _check_characters(self, text: str, param: str) -> None:
-        """Refuses text that is certainly too long before encoding it: it has more characters than `most` of the longest
-        token.
+        """Raises ApiError for a text that is certainly too long, before it is encoded. Such a text has more characters than
+        `most` tokens of the greatest length.
         """
         if len(text) > self.most * self._longest:
             raise too_long(param, f"a text of {len(text):,} characters", f"a prompt here has at most {self.most:,} tokens")

@@ -86,7 +86,7 @@ class Responses:
         return b"".join(map(event, self.chunks(output, first, usage)))
 
     def end(self, usage: bool) -> bytes:
-        """Returns the events after the last output; `usage`: with the usage."""
+        """Returns the events after the last output. `usage`: True adds an event with the usage."""
         return (event(self.last_chunk()) if usage else b"") + b"data: [DONE]\n\n"
 
     def failure(self, error: ApiError) -> bytes:

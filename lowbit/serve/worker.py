@@ -154,11 +154,11 @@ class Worker:
         """True once one of the ranks that compute the model has failed."""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._live: dict[ServedSequence, None] = {}
-        """Sequences in the engine; used by the thread alone."""
+        """Sequences in the engine. Only the thread uses this."""
         self._open: dict[ServedSequence, None] = {}
-        """Sequences whose output is not complete; used by the event loop alone."""
+        """Sequences whose output is not complete. Only the event loop uses this."""
         self._refusing: ApiError | None = None
-        """Error of sequences submitted after `end_all`; used by the thread alone."""
+        """Error of sequences that are submitted after `end_all`. Only the thread uses this."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 

@@ -175,7 +175,7 @@ class ExpertLoader(ABC):
     def take(self, suffix: str, tensor: Tensor, shard: str, expert: int) -> bool:
         """Adds a tensor of the matrix `shard` ("w1", "w3" or "w2") of an expert. Returns False for an expert of another rank.
 
-        Raises CheckpointError, naming it, for a duplicate or an invalid tensor.
+        Raises CheckpointError, naming the tensor, if it is a duplicate or invalid.
         """
 
     @abstractmethod

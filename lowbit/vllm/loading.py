@@ -95,7 +95,7 @@ class LayerLoader(Generic[T]):
         self._is_done = False
 
     def take(self, suffix: str, tensor: Tensor, of: Any = None) -> None:
-        """Adds one tensor. Raises CheckpointError, naming it, for a duplicate or an invalid matrix."""
+        """Adds one tensor. Raises CheckpointError, naming the tensor, if it is a duplicate or its matrix is invalid."""
         number = self._matrix_of(of)
         matrix, tensors = self.matrices[number], self._tensors[number]
         if suffix in matrix.unstated:
