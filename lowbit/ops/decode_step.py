@@ -19,7 +19,6 @@ from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.kernels.choose.decode_step import (
     BLOCK_K,
-    FIELDS,
     LAYER_PRODUCTS,
     PRODUCT_NAMES,
     TILE_K,
@@ -34,7 +33,7 @@ from lowbit.kernels.choose.decode_step import (
 from lowbit.ops.elementwise import EmbeddingTable
 from lowbit.ops.operands import triton_refusals
 from lowbit.ops.register import on_device_of_first
-from lowbit.pack import DenseWeight, FragmentWeight
+from lowbit.pack import DenseWeight, ExpertWeight, FragmentWeight
 from lowbit.pack.fragment import ROW_BLOCK
 from lowbit.pack.gated import alternate
 from lowbit.pack.kv_pages import KVPages
@@ -44,13 +43,28 @@ if TYPE_CHECKING:
     from lowbit.kernels.parts.epilogue import Gate
     from lowbit.kernels.sm90.decode_step import StepPlan
 
-Weight = FragmentWeight | DenseWeight
+Weight = FragmentWeight | DenseWeight | ExpertWeight
 
 MOST_FORMS = 4
 """Largest number of forms of a product's weights: the kernel has code for each."""
 
 UNLIMITED = 1 << 30
 """A window or a context of more tokens than any."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepRouter:
+    """The router of a layer: weight [experts, H] in h's type; experts of a token are the `top_k` of the largest logits, their
+    weights the softmax over all experts, or with `normalize` over the chosen ones."""
+
+    weight: Tensor
+    top_k: int
+    normalize: bool
+
+    @property
+    def rule(self) -> tuple[int, int, bool]:
+        """What all layers of a launch have in common."""
+        return len(self.weight), self.top_k, self.normalize
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +76,7 @@ class StepLayer:
     (`fused_gemm.factor_of`). mlp_gamma [H]: weights of the norm before the MLP times the factor before gate-up; next_gamma [H]:
     those of the next layer's first norm, or of the final norm, times its factor. cos_sin float32 [positions, head_dim]. q_gamma
     and k_gamma [head_dim]: of norms of heads of q and k. sinks [heads]: scores without a value. window: tokens that a token
-    attends to, itself included; 0: all."""
+    attends to, itself included; 0: all. router: of a layer of experts, whose gate-up and down are `ExpertWeight`; else None."""
 
     products: tuple[Weight, Weight, Weight, Weight]
     biases: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -74,12 +88,13 @@ class StepLayer:
     k_gamma: Tensor | None = None
     sinks: Tensor | None = None
     window: int = 0
+    router: StepRouter | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What all layers of a launch have in common: which biases, norms of heads and sinks there are."""
+        """What all layers of a launch have in common: which biases, norms of heads and sinks there are, and the experts."""
         values = (*self.biases, self.q_gamma, self.k_gamma, self.sinks)
-        return tuple(each is not None for each in values)
+        return (*(each is not None for each in values), None if self.router is None else self.router.rule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +159,24 @@ def _layer_refusals(layers: Sequence[StepLayer], dtype: torch.dtype) -> list[str
     if dense:
         reasons.append(f"one launch a step takes 16-bit weights in {dtype}, not in {', '.join(map(str, dense))}")
     if any(layer.kind != layers[0].kind for layer in layers):
-        reasons.append("one launch a step takes layers that all have the same biases, norms of heads and sinks")
+        reasons.append("one launch a step takes layers that all have the same biases, norms of heads, sinks and experts")
+    for layer in layers:
+        reasons += _router_refusals(layer, dtype)
+    return list(dict.fromkeys(reasons))
+
+
+def _router_refusals(layer: StepLayer, dtype: torch.dtype) -> list[str]:
+    stacked = [isinstance(w, ExpertWeight) for w in layer.products]
+    if layer.router is None:
+        return ["one launch a step takes experts with their router"] if any(stacked) else []
+    reasons, weight = [], layer.router.weight
+    if stacked != [False, False, True, True]:
+        reasons.append("one launch a step takes gate-up and down of all experts as one weight each (ExpertWeight)")
+    if layer.biases[2] is not None or layer.biases[3] is not None:
+        reasons.append("one launch a step takes experts without biases")
+    if weight.dtype != dtype or not weight.is_contiguous() or weight.data_ptr() % 8:
+        kind = f"{weight.dtype} at {weight.data_ptr() % 8} bytes from that"
+        reasons.append(f"one launch a step takes a router in {dtype} without gaps, at a multiple of 8 bytes, not {kind}")
     return reasons
 
 
@@ -157,6 +189,8 @@ def unit_form(w: Weight) -> UnitForm:
     """Returns the bytes of a unit of a weight."""
     if isinstance(w, DenseWeight):
         return UnitForm(16)
+    if isinstance(w, ExpertWeight):
+        return unit_form(w.expert(0))
     k_blocks = -(-w.shape[1] // BLOCK_K)
     scale_bytes = 0 if w.scale is None else w.scale[0].numel() * w.scale.element_size() // k_blocks
     return UnitForm(w.scheme.weight.bits, scale_bytes)
@@ -169,8 +203,12 @@ def _shape(layers: Sequence[StepLayer], ends: StepEnds, attention: AttentionShap
     units.append(() if ends.head is None else (unit_form(ends.head),))
     hidden, intermediate = layers[0].products[3].shape
     vocab = 0 if ends.head is None else ends.head.shape[0]
-    windows = any(layer.window for layer in layers)
-    return StepShape(len(layers), hidden, intermediate, attention, tokens, tuple(units), vocab, windows)
+    windows, router = any(layer.window for layer in layers), layers[0].router
+    experts, top_k = (0, 1) if router is None else (len(router.weight), router.top_k)
+    return StepShape(
+        len(layers), hidden, intermediate * (tokens * top_k if experts else 1), attention, tokens, tuple(units), vocab, windows,
+        experts, top_k,
+    )  # fmt: skip
 
 
 def faster_contexts(
@@ -233,7 +271,7 @@ class DecodeStepLaunch:
         rows = [
             _layer_row(*each, forms) for each in zip(self.layers, self._values, pages, strict=True)
         ] + [_end_row(self.ends, self._end_values)]  # fmt: skip
-        numbers = [[row.get(name, 0) for name in FIELDS] for row in rows]
+        numbers = [[row.get(name, 0) for name in self._shape(1).fields] for row in rows]
         self._table = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         for tokens in self.tokens:
             plan = self._plans.get(tokens) or self._plan(tokens)
@@ -251,7 +289,7 @@ class DecodeStepLaunch:
         forms = (*_forms(self.layers), () if self.ends.head is None else (self.ends.head.form,))
         return StepPlan(
             table, forms, self.dtype, self.gate, biases, first.q_gamma is not None, first.sinks is not None,
-            torch.tensor(self.ends.embedding_scale, dtype=self.dtype).item(),
+            torch.tensor(self.ends.embedding_scale, dtype=self.dtype).item(), first.router is None or first.router.normalize,
         )  # fmt: skip
 
     def __call__(
@@ -314,6 +352,8 @@ def _layer_row(
     row = {name: tensor.data_ptr() for name, tensor in {**values, "k": pages.k, "v": pages.v}.items()}
     for name, w, of_product in zip(LAYER_PRODUCTS, layer.products, forms, strict=True):
         row |= _weight_addresses(name, w) | {f"{name} form": of_product.index(w.form)}
+    if layer.router is not None:
+        row["router"] = layer.router.weight.data_ptr()
     return row | {"factors": _inverses(*layer.factors), "window": layer.window or UNLIMITED}
 
 

@@ -13,14 +13,19 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from lowbit.engine import Engine, Request
+from lowbit.engine import program as program_module
 from lowbit.engine.failure import StuckStep
 from lowbit.engine.model_runner import InFlightStep
-from lowbit.engine.one_launch import OneLaunch, one_launch_of
+from lowbit.engine.one_launch import OneLaunch, expert_steps_of, one_launch_of
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.recognise import recognise
 from lowbit.engine.slots import Slots
@@ -34,9 +39,11 @@ from lowbit.nn import convert
 from lowbit.ops.decode_step import DecodeStepLaunch, decode_step_refusals
 from lowbit.ops.simulated_gpu import simulated_gpu
 from tests.engine.test_chain import dequantized, packed, program_of, random_ids, stepped
+from tests.engine.test_experts import by_kernels
 from tests.kernels.sass import compile_plan
 from tests.kernels.warps import execute
 from tests.tiny import eager_llama
+from tests.tiny_experts import tiny_experts
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
@@ -56,11 +63,25 @@ MODELS = {
 }
 
 
+EXPERTS = {
+    "qwen3 moe": lambda **options: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**{**SIZES, "moe_intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 2, **options})
+    ),
+    "weights of all": lambda **options: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**{**SIZES, "moe_intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 3,
+                          "norm_topk_prob": False, **options})
+    ),
+    "mixtral": lambda **options: MixtralForCausalLM(
+        MixtralConfig(**{**SIZES, "intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2, **options})
+    ),
+}  # fmt: skip
+
+
 def model_of(name, dtype, **options):
     torch.manual_seed(0)
-    model = MODELS[name](**options)
+    model = {**MODELS, **EXPERTS}[name](**options)
     for key, parameter in model.named_parameters():
-        if parameter.dim() == 2:
+        if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
         elif key.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
@@ -107,6 +128,21 @@ def launch_of(program, **options):
     return one_launch_of(program.decoder, program.chain, program.table, KV16, **options)
 
 
+def bind_emulated(launch):
+    """Lets the emulator read the tensors of a launch whose addresses the kernel finds in its table."""
+    bind = launch.bind
+
+    def bound(pages):
+        bind(pages)
+        weights = [w for layer in launch.layers for w in layer.products] + [launch.ends.head]
+        packed_ = [t for w in weights for t in w.tensors().values() if t is not None]
+        routers = [layer.router.weight for layer in launch.layers if layer.router is not None]
+        vectors = [t for layer in (*launch._values, launch._end_values) for t in layer.values()]
+        EmulatedLauncher.others = (*packed_, *routers, *vectors, *(t for page in pages for t in (page.k, page.v)))
+
+    launch.bind = bound
+
+
 SKIPPED = {
     "head": lambda module: "lm_head" in module,
     "head and a product": lambda module: "lm_head" in module or module == "model.layers.0.mlp.down_proj",
@@ -146,16 +182,7 @@ def test_the_logits_of_the_launches(emulated, monkeypatch, name, scheme, count, 
     assert isinstance(program.one_launch, OneLaunch)
     assert program.one_launch.launch.ends.head is not None
     launch = program.one_launch.launch
-    bind = launch.bind
-
-    def bound(pages):
-        bind(pages)
-        weights = [w for layer in launch.layers for w in layer.products] + [launch.ends.head]
-        packed_ = [t for w in weights for t in w.tensors().values() if t is not None]
-        vectors = [t for layer in (*launch._values, launch._end_values) for t in layer.values()]
-        EmulatedLauncher.others = (*packed_, *vectors, *(t for page in pages for t in (page.k, page.v)))
-
-    launch.bind = bound
+    bind_emulated(launch)
     found = stepped(program, ids).float()
     (plan,) = [plan for plan in launch._plans.values() if plan.launch.launches]
     assert plan.table.shape.tokens == count and plan.launch.launches == tokens
@@ -168,17 +195,86 @@ def test_the_logits_of_the_launches(emulated, monkeypatch, name, scheme, count, 
     assert program.report(0.0)[-1] == "steps of 1, 2, 4, 8 tokens: one launch"
 
 
+def experts_of(program):
+    return expert_steps_of(program.decoder, program.layers, program.head, program.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "dtype", "count"),
+    [
+        ("qwen3 moe", "w4a16_g128", torch.float16, 1),
+        ("weights of all", "w8a16", torch.bfloat16, 2),
+        ("mixtral", "w4a16_g64", torch.float16, 1),
+    ],
+)
+def test_the_logits_of_experts(emulated, monkeypatch, name, scheme, dtype, count):
+    """Steps of a mixture of experts in one launch have the logits of the model."""
+    monkeypatch.setattr(program_module, "expert_mlp_of", by_kernels)
+    model = packed(model_of(name, dtype), scheme, skip=lambda module: "lm_head" in module)
+    ids = random_ids(count)[:, :2]
+    with torch.inference_mode():
+        expected = dequantized(model, torch.float32)(ids).logits.transpose(0, 1).float()
+    program = program_of(model)
+    program.one_launch = one_launch_of(program.decoder, experts_of(program), program.table, KV16)
+    launch = program.one_launch.launch
+    bind_emulated(launch)
+    found = stepped(program, ids).float()
+    (plan,) = [plan for plan in launch._plans.values() if plan.launch.launches]
+    assert plan.launch.launches == 2 and plan.table.shape.experts == launch.layers[0].router.rule[0]
+    assert (found - expected).norm() / expected.norm() < (0.01 if dtype == torch.float16 else 0.06)
+    assert not program.status.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("qwen2_moe", "shared expert"), ("olmoe", "norms of whole q and k"), ("gpt_oss", "gate of its experts is clamped_swiglu")],
+)
+def test_experts_that_stay_with_the_launches(monkeypatch, name, reason):
+    monkeypatch.setattr(program_module, "expert_mlp_of", by_kernels)
+    model = packed(tiny_experts(name, torch.float16), "w8a16", skip=lambda module: "lm_head" in module)
+    reasons = experts_of(program_of(model))
+    assert isinstance(reasons, tuple) and any(reason in each for each in reasons)
+
+
+def test_refusals_of_experts(emulated, monkeypatch):
+    """Experts without quantized weights, layers of several kinds, routers in another type."""
+    program = program_of(model_of("qwen3 moe", torch.float16))
+    assert "its experts are not quantized, or not on a GPU" in experts_of(program)
+    monkeypatch.setattr(program_module, "expert_mlp_of", by_kernels)
+    model = packed(model_of("qwen3 moe", torch.float16, mlp_only_layers=[0]), "w8a16", skip=lambda module: "lm_head" in module)
+    assert "some of its MLPs are experts and some are not" in experts_of(program_of(model))
+    model = packed(model_of("qwen3 moe", torch.float16), "w8a16", skip=lambda module: "lm_head" in module)
+    program = program_of(model)
+    launch = one_launch_of(program.decoder, experts_of(program), program.table, KV16).launch
+    monkeypatch.undo()
+    monkeypatch.setattr("lowbit.ops.decode_step.machine_of", lambda device: typical_machine(90))
+    shape, device, layers = launch.attention, torch.device("cuda"), launch.layers
+    assert decode_step_refusals(layers, launch.ends, shape, torch.float16, KV16, device) == ()
+    router = dataclasses.replace(layers[0].router, weight=layers[0].router.weight.float())
+    others = [dataclasses.replace(layers[0], router=router), layers[1]]
+    assert "takes a router in torch.float16" in decode_step_refusals(others, launch.ends, shape, torch.float16, KV16, device)[0]
+    others = [dataclasses.replace(layers[0], router=dataclasses.replace(layers[0].router, top_k=3)), layers[1]]
+    assert (
+        "the same biases, norms of heads, sinks and experts"
+        in decode_step_refusals(others, launch.ends, shape, torch.float16, KV16, device)[0]
+    )
+    others = [dataclasses.replace(layer, router=None) for layer in layers]
+    assert decode_step_refusals(others, launch.ends, shape, torch.float16, KV16, device) == (
+        "one launch a step takes experts with their router",
+    )
+
+
 def test_where_it_is_faster(emulated, monkeypatch):
     """Without a choice of the caller, steps are one launch where that was measured to be faster."""
     model = packed(model_of("llama", torch.float16), "w4a16_g128", skip=lambda module: "lm_head" in module)
     program = program_of(model)
-    monkeypatch.setattr(decode_step, "FASTER", (Faster("H200", 1, 0, 10**6, 512), Faster("H200", 2, 10**6, 10**9, 512)))
+    monkeypatch.setattr(decode_step, "FASTER", (Faster("H200", 1, 4, 0, 10**6, 512), Faster("H200", 2, 4, 10**6, 10**9, 512)))
     one = launch_of(program, measured=True)
     assert str(one) == "steps of 1 (contexts up to 512) tokens: one launch"
     slots = Slots(2, 256, 160, (), torch.device("cpu"))
     assert one.computes(1, slots, 512) and one.computes(1, slots, 0)
     assert not one.computes(1, slots, 513) and not one.computes(2, slots, 100)
-    monkeypatch.setattr(decode_step, "FASTER", (Faster("H100", 1, 0, 10**6, 512),))
+    monkeypatch.setattr(decode_step, "FASTER", (Faster("H100", 1, 4, 0, 10**6, 512),))
     (reason,) = launch_of(program, measured=True)
     assert reason.startswith("it was not measured to be faster for layers of 0 MB on H200")
 
@@ -239,6 +335,18 @@ def test_an_engine_on_a_simulated_gpu():
     assert [option["launch_cooperative_grid"] for option in options] == [True]
 
 
+def test_experts_on_a_simulated_gpu():
+    """An engine computes small steps of a mixture of experts in one launch, and reports it."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
+    model = model_of("qwen3 moe", torch.bfloat16, **sizes)
+    convert(model, "w4a16_g128")
+    with simulated_gpu(GPUS["h200"]) as device, recording() as kernels:
+        engine = Engine(model.to(device), max_concurrent=4, max_length=512, persistent_step=True)
+        assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: one launch"
+    options = [kernel.options for kernel in kernels if kernel.name == "decode_step"]
+    assert [option["launch_cooperative_grid"] for option in options] == [True]
+
+
 def test_a_stuck_step_is_named():
     """The status of a step that gave up becomes an error with its reason when the step is read."""
     nothing = torch.zeros(0)
@@ -258,6 +366,16 @@ def test_a_stuck_step_is_named():
 def test_tokens_on_a_gpu(name):
     """An engine with one launch a step has logits near those of the launches, in graphs, with 1 and 3 sequences."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    compare_tokens(name, sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3 moe", "mixtral"])
+def test_tokens_of_experts_on_a_gpu(name):
+    compare_tokens(name, {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2})
+
+
+def compare_tokens(name, sizes):
     found = []
     for persistent in (False, True):
         model = model_of(name, torch.float16, **sizes).cuda()

@@ -34,6 +34,7 @@ from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaGemm
 from lowbit.kernels.sm80.expert_scaled_gemm import ExpertScaledGemm
 from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingGemm, TaskRing
 from lowbit.kernels.sm80.large_m_gemm import MmaGemm
+from lowbit.kernels.sm80.lora_sums import LoraSums
 from lowbit.kernels.sm80.packed_attention import PackedAttention
 from lowbit.kernels.sm80.paged_attention import PagedAttention
 from lowbit.kernels.sm80.scaled_gemm import PlainGemm
@@ -82,6 +83,7 @@ CONFIGS = [
         False,
     ),
     Lora((64, 64), True, 2, 16, 128, 1, True),
+    LoraSums("fp16", 2, 16, 3, 128, 8, 1, True),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     PackedAttention(HEADS, "int4", "fp8", True, False, True),
     Append(HEADS, KVRows(128, "int4", "fp8", True, False), True),
@@ -93,7 +95,7 @@ CONFIGS = [
 
 def others(value):
     """Copies of `value`, each with one field changed, at any depth."""
-    if isinstance(value, RouterRule):  # most other values of its fields are refused
+    if isinstance(value, RouterRule):  # RouterRule refuses most other values of its fields
         return [RouterRule(4), RouterRule(8, "sigmoid", normalize=True), RouterRule(8, scale=2.0)]
     if dataclasses.is_dataclass(value):
         fields = [(f.name, other) for f in dataclasses.fields(value) for other in others(getattr(value, f.name))]

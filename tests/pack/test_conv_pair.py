@@ -15,7 +15,8 @@ from tests.pack.test_conv_block import columns_of, places_of
 
 
 def loaded_operand(row, storage):
-    """Operand A of one packed pixel [bytes]: int64 [K] as the kernel's four threads of a row load and unpack it."""
+    """Returns operand A of one packed pixel [bytes] as int64 [K], in the order in which the four threads of a row load and
+    unpack it."""
     found = torch.zeros(len(row) * 8 // (4 if storage == "u4" else 8), dtype=torch.int64)
     for q in range(4):
         words = row.reshape(-1, 4, 16)[:, q].reshape(-1, 4)  # 16 of every 64 bytes, in words

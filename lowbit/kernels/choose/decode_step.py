@@ -3,7 +3,7 @@
 A launch runs all layers (kernels/sm90/decode_step.py). Every block walks the same stages and takes its share of each:
 
     embedding
-    qkv | attention of some splits | combination of splits | o | gate-up | down        of each layer, in order
+    qkv | attention of some splits | combination of splits | o | [router] | gate-up | down        of each layer, in order
     LM head
 
 A block owns whole m16 row blocks of each product, so no sum crosses blocks; o and down have the same rows, so a block also owns
@@ -11,6 +11,9 @@ its rows of the residual, and of the embedding. A warp multiplies units: one row
 of a block are a stream of slots of some units each, as many as fit. The stream does not depend on activations. Activations are
 exchanged in `vectors`, in words of 32 bits (kernels/parts/polled.py). Each layer has vectors of its own, so each word is
 written once in a launch.
+
+The experts that a token has chosen are one MLP: rows of gate-up and columns of down of the first chosen expert, then those of
+the second one, and so on. Tasks are parts of that MLP, so they do not depend on the choice; addresses of weights do.
 
 Pure functions of a shape and a number of blocks, without Triton; `str(table)` prints a block's tasks.
 """
@@ -66,8 +69,9 @@ LEAST_SLOT_BYTES = 8 << 10
 MOST_SLOTS = 16
 
 WAITS = (
-    "x of qkv", "squares before qkv", "q, k and v", "splits of attention", "x of o", "x of gate-up", "squares before gate-up",
-    "x of down", "x of head", "squares before head", "weights", "a free slot",
+    "x of qkv", "squares before qkv", "q, k and v", "splits of attention", "x of o", "x of gate-up",
+    "squares before gate-up, or logits of experts", "x of down", "x of head", "squares before head", "weights",
+    "a free slot, or the choice of experts",
 )  # fmt: skip
 """What a block can wait for. A status of 1 + layer * len(WAITS) + i says that it waited for WAITS[i] too long."""
 
@@ -80,6 +84,12 @@ FIELDS: tuple[str, ...] = (
 `StepShape.forms`; `factors`: the float32 factors of the norms before qkv (or before the head) and before gate-up; `window`: of
 attention in tokens, more than any context if there is none. The row after the last layer has the head, and as `next_gamma` that
 of the first layer."""
+
+EXPERT_FIELDS = (*FIELDS, "router")
+"""The columns of the table of layers whose MLPs are experts; `router`: the 16-bit weight [experts, hidden]."""
+
+MOST_EXPERTS, MOST_CHOSEN = 256, 16
+"""Largest numbers of experts of a layer, and of a token: a warp chooses, with 8 logits in a lane."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,8 @@ class UnitForm:
 class StepShape:
     """Shape of a decode step. `forms`: of each product in the order of PRODUCT_NAMES, the different forms of its weights in the
     layers; the head's is empty where the launch ends before the head. `vocab`: rows of the head. `windows`: some layers have a
-    window."""
+    window. `experts`: those of a layer, of which a token has `top_k`; 0 for a dense MLP. `intermediate`: columns of down, of
+    the chosen experts of all tokens together."""
 
     layers: int
     hidden: int
@@ -130,6 +141,37 @@ class StepShape:
     forms: tuple[tuple[UnitForm, ...], ...]
     vocab: int = 0
     windows: bool = False
+    experts: int = 0
+    top_k: int = 1
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The columns of the table of layers."""
+        return EXPERT_FIELDS if self.experts else FIELDS
+
+    def is_routed(self, product: ProductName) -> bool:
+        """True for the products of experts."""
+        return self.experts > 0 and product in ("gate_up", "down")
+
+    @property
+    def choices(self) -> int:
+        """Number of chosen experts of all tokens: those of the first token, then those of the second one, and so on. An expert
+        may be among them several times."""
+        return self.tokens * self.top_k
+
+    @property
+    def expert_row_blocks(self) -> int:
+        """Number of m16 row blocks of gate-up of one expert."""
+        return 2 * self.intermediate // self.choices // 16
+
+    @property
+    def expert_k_blocks(self) -> int:
+        """Number of k blocks of down of one expert."""
+        return self.intermediate // self.choices // BLOCK_K
+
+    def x_rows(self, product: ProductName) -> int:
+        """Rows of x of a product: the tokens; for down of experts one, as each of its k blocks has one token."""
+        return 1 if product == "down" and self.experts else self.tokens
 
     def rows(self, product: ProductName) -> int:
         """N of a product; gate-up has rows of both."""
@@ -205,7 +247,7 @@ class StepTable:
 
     def chunks_at_once(self, product: ProductName) -> int:
         """Number of chunks of x that a block has at a time: all, or about the same number in each part."""
-        most = max(1, MOST_X_BYTES // (2 * BLOCK_K * self.shape.tokens * self.warps))
+        most = max(1, MOST_X_BYTES // (2 * BLOCK_K * self.shape.x_rows(product) * self.warps))
         return -(-self.chunks(product) // -(-self.chunks(product) // most))
 
     def parts(self, product: ProductName) -> int:
@@ -250,6 +292,13 @@ class StepTable:
                 for row_block in range(begin, min(begin + at_once, own.stop)):
                     for first in range(part, part + step, units):
                         yield Slot(product, row_block, first, max(0, min(units, count - first)))
+
+    # ---- experts
+
+    @property
+    def router_rows(self) -> int:
+        """Largest number of a block's rows of the router."""
+        return -(-self.shape.experts // self.blocks)
 
     # ---- attention
 
@@ -314,16 +363,17 @@ class StepTable:
         """Activations of one warp: its k blocks of all tokens, then their sums over the groups of columns of scales."""
         forms = [form for product in self.shape.products for form in self.shape.forms_of(product)]
         groups = max(max(1, form.scale_bytes // 32) for form in forms)  # a group has 32 bytes of scales, and as many of zeros
-        return self.x_sums_start + -(-self._most_chunks * groups * self.shape.tokens * 4 // 16) * 16
+        return self.x_sums_start + -(-self._most_x * groups * 4 // 16) * 16
 
     @property
     def x_sums_start(self) -> int:
         """Start of the sums, in bytes from a warp's activations."""
-        return 2 * BLOCK_K * self.shape.tokens * self._most_chunks
+        return 2 * BLOCK_K * self._most_x
 
     @property
-    def _most_chunks(self) -> int:
-        return max(map(self.chunks_at_once, self.shape.products))
+    def _most_x(self) -> int:
+        """Largest number of a warp's k blocks of x, those of each token counted."""
+        return max(self.chunks_at_once(product) * self.shape.x_rows(product) for product in self.shape.products)
 
     @property
     def merge_bytes(self) -> int:
@@ -334,7 +384,7 @@ class StepTable:
     def sums_bytes(self) -> int:
         """Sums of all warps for the row blocks that are reduced together; or 8 heads of q, in attention."""
         sums = max(self.at_once(product) * self.sums_stride(product) for product in self.shape.products)
-        return max(sums, 16 * self.shape.attention.head_dim)
+        return max(sums, 16 * self.shape.attention.head_dim, 4 * self.router_rows * self.shape.tokens * self.warps)
 
     def sums_stride(self, product: ProductName) -> int:
         """Distance of the sums of row blocks: those of all warps; with few tokens a part of the banks more, as a warp then
@@ -368,14 +418,45 @@ class StepTable:
         return self.barriers_start + 16 * self.ring_slots
 
     @property
+    def routed_start(self) -> int:
+        """A barrier whose phase i ends when the experts of layer i are chosen."""
+        return self.flag_start + 16
+
+    @property
+    def chosen_start(self) -> int:
+        """Start of the numbers of the chosen experts, int32."""
+        return self.routed_start + 16
+
+    @property
+    def weights_start(self) -> int:
+        """Start of the router's weights of the chosen experts, float32."""
+        return self.chosen_start + -(-4 * self.shape.choices // 16) * 16
+
+    @property
+    def factors_start(self) -> int:
+        """Start of the factors of rows of down, float32 [own row block, chosen expert, row]: weights times scales of
+        channels."""
+        return self.weights_start + -(-4 * self.shape.choices // 16) * 16
+
+    @property
+    def factors(self) -> int:
+        """Largest number of a block's factors."""
+        return 16 * -(-self.row_blocks("down") // self.blocks) * self.shape.choices
+
+    @property
+    def routing_bytes(self) -> int:
+        """Shared memory for experts."""
+        return 16 + 2 * -(-4 * self.shape.choices // 16) * 16 + 4 * self.factors if self.shape.experts else 0
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
-        return self.flag_start + 16
+        return self.flag_start + 16 + self.routing_bytes
 
     @property
     def ring_slots(self) -> int:
         """Number of slots of the ring, at most MOST_SLOTS: as many as fit."""
-        left = BYTES - RESERVED_BYTES - self._x_bytes - 2 * self.sums_bytes - 48
+        left = BYTES - RESERVED_BYTES - self._x_bytes - 2 * self.sums_bytes - 48 - self.routing_bytes
         return max(0, min(MOST_SLOTS, left // (self.slot_bytes + 16)))
 
     @property
@@ -402,13 +483,16 @@ class StepTable:
     @functools.cached_property
     def starts(self) -> dict[str, int]:
         """Start of each vector in a layer's words: 16-bit vectors next_x, mlp_x, qkv, attended, gated [tokens, features];
-        float32 next_squares, mlp_squares [blocks, tokens], tops [tasks, group, 2], parts [tasks, group, head_dim]. The
-        embedding has the first two, next_x and next_squares, after the last layer's words."""
+        float32 next_squares, mlp_squares [blocks, tokens], tops [tasks, group, 2], parts [tasks, group, head_dim], logits
+        [tokens, experts] of a router, not yet divided by the rms. The embedding has the first two after the last layer's
+        words."""
         s, a = self.shape, self.shape.attention
         widths = {"mlp_x": s.hidden, "qkv": a.features, "attended": a.heads * a.head_dim, "gated": s.intermediate}
         sizes = {"next_x": s.tokens * s.hidden // 2, "next_squares": self.blocks * s.tokens}
         sizes |= {name: s.tokens * width // 2 for name, width in widths.items()} | {"mlp_squares": self.blocks * s.tokens}
+        sizes |= {"gated": s.x_rows("down") * s.intermediate // 2}
         sizes |= {"tops": self.attention_tasks * a.group * 2, "parts": self.attention_tasks * a.group * a.head_dim}
+        sizes |= {"logits": s.tokens * s.experts} if s.experts else {}
         starts, at = {}, 0
         for name, size in sizes.items():
             starts[name] = at
@@ -434,6 +518,8 @@ class StepTable:
                 f"{product}: {self.row_blocks(product)} row blocks, {min(shares)} to {max(shares)} a block, in "
                 f"{' or '.join(map(str, slots))} slots each"
             )
+        if self.shape.experts:
+            lines.append(f"router: {self.shape.experts} rows, up to {self.router_rows} a block")
         lines.append(
             f"attention: {self.attention_tasks} tasks, up to {self.splits} splits of {self.share_tokens} tokens or more"
         )
@@ -460,6 +546,7 @@ def step_refusals(shape: StepShape, machine: Machine) -> tuple[str, ...]:
         reasons.append(f"at most 8 heads share a kv head, not {a.group}")
     if a.softcap:
         reasons.append("attention has no soft cap")
+    reasons += _expert_refusals(shape)
     if not reasons:
         table = StepTable(shape, machine.sm_count)
         least = max(3, *(table.slots_of_chunk(name, i) for name in shape.products for i in range(len(shape.forms_of(name)))))
@@ -469,7 +556,24 @@ def step_refusals(shape: StepShape, machine: Machine) -> tuple[str, ...]:
                 f"{shape.tokens} tokens of {columns} columns leave room for {table.ring_slots} slots of {table.slot_bytes} "
                 f"bytes, one launch takes {least}"
             )
+        if shape.experts and table.parts("gate_up") > 1:
+            reasons.append(
+                f"a router takes all of x at a time, at most {MOST_X_BYTES} bytes, not {shape.tokens} tokens of {shape.hidden}"
+            )
     return tuple(dict.fromkeys(reasons))
+
+
+def _expert_refusals(s: StepShape) -> list[str]:
+    if not s.experts:
+        return []
+    reasons = []
+    if s.intermediate % (s.choices * BLOCK_K):
+        reasons.append(f"experts have a multiple of {BLOCK_K} columns of down, not {s.intermediate // s.choices}")
+    if s.experts > MOST_EXPERTS or not 1 <= s.top_k <= min(MOST_CHOSEN, s.experts):
+        reasons.append(f"a token chooses up to {MOST_CHOSEN} of up to {MOST_EXPERTS} experts, not {s.top_k} of {s.experts}")
+    if any(form.dense for name in ("gate_up", "down") for form in s.forms[PRODUCT_NAMES.index(name)]):
+        reasons.append("experts have codes in fragment order, not 16 bits")
+    return reasons
 
 
 def step_table(shape: StepShape, machine: Machine) -> StepTable:
@@ -491,22 +595,33 @@ def wait_of(status: int) -> tuple[int, str]:
 @dataclass(frozen=True)
 class Faster:
     """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps
-    of `tokens` tokens, for layers of `least_bytes` to `most_bytes` of weights, in contexts of up to `context` tokens."""
+    of `tokens` tokens, for layers whose weights have `bits` bits, of which a step reads `least_bytes` to `most_bytes`, in
+    contexts of up to `context` tokens. `experts`: of MLPs that are experts, else of dense ones."""
 
     gpu: str
     tokens: int
+    bits: int
     least_bytes: int
     most_bytes: int
     context: int
+    experts: bool = False
 
 
-FASTER: tuple[Faster, ...] = ()
-"""All such measurements of the present kernel: none. That of 2026-11-28 was faster on an H200 for Llama-3-8B's shape, int4 at 1
-token (us of one launch / of launches: 1,388 / 1,513) and 2 (1,534 / 1,579) and in 8 bits at 1 (8 layers: 615 / 646), but had a
-fault, and was changed since. Where there is none, `persistent_step=None` of an engine chooses the launches."""
+FASTER = (
+    Faster("H200", 1, 4, 100 * 10**6, 130 * 10**6, 8192),
+    Faster("H200", 2, 4, 100 * 10**6, 130 * 10**6, 1024),
+    Faster("H200", 1, 8, 200 * 10**6, 240 * 10**6, 1024),
+)
+"""All such measurements: of 2026-11-28, one H200, Llama-3-8B's shape with an 8-bit head, us of one launch / of launches:
+w4a16_g128 at 1 token 1,341 / 1,504 (8 layers at 8,192 tokens 503 / 551), at 2 tokens 1,500 / 1,569; w8a16 at 1 token, 8 layers,
+600 / 645. Behind, or as fast: int4 at 4 tokens 1,701 / 1,695 and at 8 2,414 / 2,067; w6e3m2a16 574 / 553 and 16 bits
+1,176 / 1,159 (8 layers, 1 token); SmolLM2-135M in 8 bits 422 / 355. `persistent_step=None` of an engine chooses the launches
+where there is none."""
 
 
 def faster_context(shape: StepShape, machine: Machine) -> int:
     """Returns the longest context in which one launch was measured to be faster; 0 if there is none."""
-    rows = (row for row in FASTER if machine.product.startswith(row.gpu) and row.tokens == shape.tokens)
+    bits = {form.bits for product in LAYER_PRODUCTS for form in shape.forms_of(product)}
+    kind = shape.tokens, bits, shape.experts > 0
+    rows = (row for row in FASTER if machine.product.startswith(row.gpu) and (row.tokens, {row.bits}, row.experts) == kind)
     return max((row.context for row in rows if row.least_bytes <= shape.layer_bytes <= row.most_bytes), default=0)

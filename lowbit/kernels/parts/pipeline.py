@@ -1,9 +1,9 @@
 """The pipeline of stages between the loader and the math warps, with its barriers as PTX.
 
-Barrier full[i] completes after 1 arrival and all bytes of stage i; empty[i] after 1 arrival from each reading warp. Triton's
-barrier operations first synchronise all warps of a role, so all would dequantize at the same time, then all wait for the tensor
-cores. The PTX here lets each warp wait and arrive separately. It needs the barriers' addresses, so the allocation must be the
-kernel's first, at offset 0.
+Barrier full[i] completes after 1 arrival and all bytes of stage i, barrier empty[i] after 1 arrival from each reading warp.
+Triton's barrier operations first synchronise all warps of a role. All warps would then dequantize at the same time, and
+afterwards all would wait for the tensor cores. The PTX here lets each warp wait and arrive separately. It needs the barriers'
+addresses, so the allocation must be the kernel's first, at offset 0.
 
 The functions take the configuration C of a kernel, which has `regions` with one for `barriers`, `stages`, `stage_bytes`,
 `threads` and `threads_layout`. A stage is identified by its index and the parity of its phase, which flips with every pass over

@@ -1,7 +1,7 @@
 """A decode step of 1, 2, 4 or 8 tokens, from the embedding to the logits, in one cooperative launch; sm_90.
 
 Reads   tokens and the embedding; a table of addresses per layer (choose/decode_step.py, FIELDS): weights in FragmentOrder with
-        scales, or 16-bit rows; biases, gammas, pages, cos and sin; page tables, positions, rows
+        scales, or 16-bit rows, and a router's rows; biases, gammas, pages, cos and sin; page tables, positions, rows
 Writes  logits; h; new keys and values in the pages; `vectors`, whose last x and squares are the input of a head elsewhere
 Grid    one block per SM, all resident (cooperative launch). The tasks of a block: choose/decode_step.py
 Roles   load: 1 warp (4 with 16-bit rows) copies this block's weights of all products and layers through one ring
@@ -9,9 +9,13 @@ Roles   load: 1 warp (4 with 16-bit rows) copies this block's weights of all pro
         k blocks (parts/k_block.py), with x in registers where it has two at most, and two units at a time if they are small
 Stages  embed {h; h * gamma; squares}; gather x, multiply, reduce warps, finish: of qkv {/ rms, bias}, attention {norm, RoPE,
         append, splits}, o {h += y; h * gamma; squares}, gate-up {/ rms; gate}, down {as o}; head {/ rms, bias}
+Experts after o, each block multiplies x by a few rows of the router, and chooses experts by the logits of all blocks, as they
+        all do. The loader waits for the choice before gate-up. Rows of gate-up and columns of down are those of the experts
+        that tokens have chosen, one after another, each for its token; sums of a k block of down are multiplied by the
+        expert's weight and scales
 Waits   Activations themselves are polled (parts/polled.py): words of `vectors` are EMPTY until they have arrived. Polls and
         waits are bounded: after LIMIT attempts a block writes a status and goes on with wrong numbers, as do all others then
-Smem    ring | x of each warp, or sums of attention | 2 buffers of sums | 1 / rms | barriers
+Smem    ring | x of each warp, or sums of attention | 2 buffers of sums | 1 / rms | barriers | choice of experts
 Exact   dequantization is exact, sums in fp32 in a fixed order: same input, same bits. Rounded to 16 bits: qkv, q and k after
         RoPE, attention's output, h, h * gamma, gate * up, as in the launches that this one replaces
 Source  splits of keys and values: Dao et al., Flash-Decoding (2023)
@@ -28,13 +32,22 @@ from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.kernels.choose.decode_step import (
     BLOCK_K,
-    FIELDS,
     PRODUCT_NAMES,
     TILE_K,
     WAITS,
     ProductName,
     StepTable,
     UnitForm,
+)
+from lowbit.kernels.parts.chosen_experts import (
+    ChosenExperts,
+    choose,
+    four_of_router,
+    product_of_four,
+    read_word,
+    store_choice,
+    warp_sum,
+    weights_of,
 )
 from lowbit.kernels.parts.epilogue import Epilogue, Gate, gate_times_up
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, half_type, ptx, run, source_digest
@@ -50,33 +63,25 @@ from lowbit.kernels.parts.polled import (
     poll,
     poll_ahead,
     publish,
-    publish_both,
     publish_pair,
 )
 from lowbit.kernels.parts.ring import loads_of
 from lowbit.kernels.parts.small_m_epilogue import add_strided
-from lowbit.kernels.parts.split_attention import (
-    NOTHING,
-    TILE_TOKENS,
-    SplitAttention,
-    SplitTask,
-    add_tile,
-    angles_row,
-    append,
-    attend_nothing,
-    chosen,
-    load_keys,
-    load_query,
-    load_values,
-    merge_warps,
-    nothing_to_shared,
-    of_row,
-    prefetch_values,
-    store_query,
-    sums_to_shared,
-    tile_scores,
-    touch_angles,
-    turn_head,
+from lowbit.kernels.parts.split_attention import SplitAttention
+from lowbit.kernels.parts.step_attention import attention, attention_vectors
+from lowbit.kernels.parts.step_stage import (
+    MathThread,
+    RingPlace,
+    StepArgs,
+    field,
+    later_place,
+    own_row_blocks,
+    prefetch_layer,
+    same_thread,
+    set_flag,
+    status_of,
+    vector,
+    warp_number,
 )
 from lowbit.pack.weight import WeightForm
 
@@ -112,10 +117,10 @@ class ProductForm:
 
 
 @dataclass(frozen=True)
-class DecodeStep(Polled, SplitAttention):
+class DecodeStep(Polled, SplitAttention, ChosenExperts):
     """The kernel's compile-time configuration. `forms`: of each product's weights, as `StepShape.forms`. `biases`: the products
-    with a bias. `head_norms`: heads of q and k are normed; `sinks`: heads have sinks. `embedding_scale`: factor of
-    embeddings."""
+    with a bias. `head_norms`: heads of q and k are normed; `sinks`: heads have sinks. `embedding_scale`: factor of embeddings.
+    `normalize`: of the weights of chosen experts, as `ChosenExperts`."""
 
     table: StepTable
     half: HalfType
@@ -125,6 +130,7 @@ class DecodeStep(Polled, SplitAttention):
     head_norms: bool
     sinks: bool = False
     embedding_scale: float = 1.0
+    normalize: bool = True
     limit: int = LIMIT
     digest: str = source_digest()
 
@@ -168,7 +174,25 @@ class DecodeStep(Polled, SplitAttention):
         return -(-self.table.blocks // 32)
 
     def field(self, name: str) -> int:
-        return FIELDS.index(name)
+        return self.table.shape.fields.index(name)
+
+    @property
+    def fields(self) -> int:
+        """Number of columns of the table of layers."""
+        return len(self.table.shape.fields)
+
+    def is_routed(self, product: ProductName) -> bool:
+        """True for the products of experts."""
+        return self.table.shape.is_routed(product)
+
+    @property
+    def factor_turns(self) -> int:
+        """Largest number of a thread's factors of rows of down."""
+        return -(-self.table.factors // self.threads)
+
+    @property
+    def logits_of_lane(self) -> int:
+        return -(-self.table.shape.experts // 32)
 
     def x_in_registers(self, product: ProductName, index: int) -> bool:
         """True if all of a warp's x stays in registers for all row blocks: at most two k blocks with few sums."""
@@ -188,6 +212,8 @@ class DecodeStep(Polled, SplitAttention):
         if not self.normed(product):
             return tokens
         rows = 8 if product == "gate_up" else 16
+        if self.is_routed(product):
+            tokens = 1  # a row block has one
         return -(-rows * tokens * self.table.at_once(product) // 32)
 
     def normed(self, product: ProductName) -> bool:
@@ -201,12 +227,17 @@ class DecodeStep(Polled, SplitAttention):
 
     @property
     def init(self) -> str:
-        """PTX that initialises all barriers. $1: thread."""
+        """PTX that initialises all barriers, and the choice of experts, so that blocks that have given up read those of some.
+        $1: thread."""
         t, first = self.table, self.table.barriers_start
         lines = [".reg .pred p; .reg .b32 at; setp.eq.s32 p, $1, 0; mov.u32 at, global_smem;"]
         for slot in range(t.ring_slots):
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * slot}], {self.loaders};")
             lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{first + 8 * (t.ring_slots + slot)}], {t.warps};")
+        if t.shape.experts:
+            lines.append(f"@p mbarrier.init.shared::cta.b64 [at+{t.routed_start}], {t.shape.tokens};")
+            zeros = "".join(f"@p st.shared.b32 [at+{t.chosen_start + 4 * i}], nil;" for i in range(t.shape.choices))
+            lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; {zeros} }}")
         lines.append(f"{{ .reg .b32 nil; mov.b32 nil, 0; @p st.shared.b32 [at+{t.flag_start}], nil; }}")
         lines.append("@p fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
@@ -264,21 +295,24 @@ class DecodeStep(Polled, SplitAttention):
             f"@p mbarrier.arrive.shared::cta.b64 _, [$1]{times}; mov.b32 $0, 0; }}"
         )
 
-    def place_of_turn(self, turn: int) -> int:
+    def x_rows(self, product: ProductName) -> int:
+        """Rows of x of a product."""
+        return self.table.shape.x_rows(product)
+
+    def place_of_turn(self, product: ProductName, turn: int) -> int:
         """Distance in shared memory, in bytes, of the vectors of x that a lane stores in a turn of `gather_x` from those of the
         first turn. In each turn a warp has two rows of 16 vectors: of two tokens, or with one token of two chunks."""
-        chunk, token = divmod(2 * turn, self.table.shape.tokens)
-        return (chunk * 16 * self.table.shape.tokens + token) * 16
+        chunk, token = divmod(2 * turn, self.x_rows(product))
+        return (chunk * 16 * self.x_rows(product) + token) * 16
 
     def source_of_turn(self, product: ProductName, turn: int) -> int:
         """As `place_of_turn`, in the vector of a product's x."""
-        chunk, token = divmod(2 * turn, self.table.shape.tokens)
+        chunk, token = divmod(2 * turn, self.x_rows(product))
         return token * self.table.shape.columns(product) * 2 + chunk * self.table.warps * 256
 
-    @property
-    def read_x(self) -> str:
+    def read_x(self, product: ProductName) -> str:
         """PTX that reads the B fragments of a k block of x. Input: the lane's address."""
-        step, registers = 64 * self.table.shape.tokens, [", ".join(f"${4 * i + j}" for j in range(4)) for i in range(4)]
+        step, registers = 64 * self.x_rows(product), [", ".join(f"${4 * i + j}" for j in range(4)) for i in range(4)]
         return "\n".join(
             f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{four}}}, [$16+{step * i}];" for i, four in enumerate(registers)
         )
@@ -303,45 +337,6 @@ class DecodeStep(Polled, SplitAttention):
 
 
 @aggregate
-class StepArgs:
-    """The kernel's arguments. `layers`: int64 [layers + 1, FIELDS]. `row_scale`: scales of an embedding of 8-bit codes, or
-    None."""
-
-    layers: Scalar
-    vectors: Scalar
-    h: Scalar
-    tokens: Scalar
-    embedding: Scalar
-    row_scale: Scalar
-    tables: Scalar
-    positions: Scalar
-    rows: Scalar
-    status: Scalar
-    logits: Scalar
-    table_stride: Scalar
-    inverse_width: Scalar
-    eps: Scalar
-
-
-@aggregate
-class MathThread:
-    """A thread of the math warps: its number, lane and warp, and the address of shared memory."""
-
-    index: gl.tensor
-    lane: gl.tensor
-    warp: gl.tensor
-    start: gl.tensor
-
-
-@aggregate
-class RingPlace:
-    """The slot of the ring that is next, and the parity of its phase."""
-
-    slot: Scalar
-    phase: Scalar
-
-
-@aggregate
 class RowVectors:
     """Addresses of the vectors of a product's rows, or None: scales of channels, bias, gamma of the next norm; and the factor
     of the norm before it."""
@@ -350,19 +345,6 @@ class RowVectors:
     bias: Scalar
     gamma: Scalar
     factor: Scalar
-
-
-@aggregate
-class AttentionVectors:
-    """Addresses of a layer's pages, and its cosines, sines, gammas of norms of heads, and sinks; its window in tokens."""
-
-    k: Scalar
-    v: Scalar
-    cos_sin: Scalar
-    q_gamma: Scalar
-    k_gamma: Scalar
-    sinks: Scalar
-    window: Scalar
 
 
 @aggregate
@@ -380,86 +362,27 @@ class Output:
     old: Tuple
 
 
-# ---- common to all stages
-
-
-@gluon.jit
-def same_thread(at, C: gl.constexpr):
-    """Returns the same MathThread in new registers. Otherwise the compiler computes the addresses of all stages before the
-    first layer, and keeps them on the stack."""
-    index = asm("mov.b32 $0, $1;", "=r,r", [at.index], gl.int32) & (C.threads - 1)
-    return MathThread(index, index & 31, index >> 5, at.start)
-
-
-@gluon.jit
-def warp_number():
-    """Returns the number of this warp, on which a whole warp may branch."""
-    return asm("{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; }", "=r", [], gl.int32)
-
-
-@gluon.jit
-def field(args, layer, name: gl.constexpr, C: gl.constexpr):
-    """Returns a field of the table of layers."""
-    COUNT: gl.constexpr = len(FIELDS_OF)
-    return gl.load(args.layers + (layer * COUNT + ptx(C.field, name)))
-
-
 PIECES_AT_ONCE = gl.constexpr(8)
 """Vectors of x that a lane asks for at a time."""
 
 EMPTY_WORD = gl.constexpr(EMPTY)
-FIELDS_OF = gl.constexpr(FIELDS)
-WAITS_OF = gl.constexpr(WAITS)
+FREE_SLOT = gl.constexpr("a free slot, or the choice of experts")
+BEFORE_GATE_UP = gl.constexpr("squares before gate-up, or logits of experts")
 K_BLOCK = gl.constexpr(BLOCK_K)
 K_TILE = gl.constexpr(TILE_K)
-TILE = TILE_TOKENS
 
 
 @gluon.jit
-def prefetch_layer(args, layer, C: gl.constexpr):
-    """Prefetches a layer's row of the table into L2."""
-    COUNT: gl.constexpr = len(FIELDS_OF)
-    for line in gl.static_range(0, COUNT, 16):
-        run("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [args.layers + (layer * COUNT + line)])
+def chosen_expert(start, number, C: gl.constexpr):
+    """Returns the number of a token's chosen expert in the layer."""
+    return read_word(start + C.table.chosen_start + 4 * number, C)
 
 
 @gluon.jit
-def vector(args, layer, name: gl.constexpr, C: gl.constexpr):
-    """Returns the address of a layer's vector, int64."""
-    END: gl.constexpr = ptx(C.table.start, "end")
-    START: gl.constexpr = ptx(C.table.start, name)
-    return args.vectors.to(gl.int64) + (layer.to(gl.int64) * END + START) * 4
-
-
-@gluon.jit
-def status_of(layer, wait: gl.constexpr, C: gl.constexpr):
-    """Returns the status of a block that has waited for `wait` too long."""
-    COUNT: gl.constexpr = len(WAITS_OF)
-    return layer * COUNT + (1 + ptx(C.wait, wait))
-
-
-@gluon.jit
-def later_place(place, slots, C: gl.constexpr):
-    """Returns the slot that is `slots` after `place`, fewer than the ring has."""
-    SLOTS: gl.constexpr = C.table.ring_slots
-    following = place.slot + slots
-    wraps = following >= SLOTS
-    return RingPlace(gl.where(wraps, following - SLOTS, following), gl.where(wraps, place.phase ^ 1, place.phase))
-
-
-@gluon.jit
-def set_flag(at, value: gl.constexpr, condition, C: gl.constexpr):
-    """Sets the flag for the loader if a condition holds: 1 while few slots shall be in flight."""
-    run(C.set_flag, "=r,r,r,r,r", [at.start, at.index, at.index * 0 + value, at.index * 0 + condition.to(gl.int32)])
-
-
-@gluon.jit
-def own_row_blocks(product: gl.constexpr, C: gl.constexpr):
-    """Returns the first row block of this block and the one after its last."""
-    COUNT: gl.constexpr = ptx(C.table.row_blocks, product)
-    BLOCKS: gl.constexpr = C.table.blocks
-    block = gl.program_id(0)
-    return block * COUNT // BLOCKS, (block + 1) * COUNT // BLOCKS
+def row_block_of_expert(start, row_block, C: gl.constexpr):
+    """Returns a row block of gate-up, counted over all experts, of its number among those of the chosen experts."""
+    COUNT: gl.constexpr = C.table.shape.expert_row_blocks
+    return chosen_expert(start, row_block // COUNT, C) * COUNT + row_block % COUNT
 
 
 # ---- the loader
@@ -484,16 +407,20 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
     warp = warp_number() & (LOADERS - 1)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + lane * 0
     barriers = start + T.barriers_start
+    ROUTED: gl.constexpr = ptx(C.is_routed, product)
+    SEGMENTS: gl.constexpr = ROUTED and product == "down"
     codes = field(args, layer, product + " codes", C)
     scale = field(args, layer, product + " scale", C)
     first, end = own_row_blocks(product, C)
+    if ROUTED and product == "gate_up":
+        await_barrier(start + T.routed_start, layer & 1, args.status, status_of(layer, FREE_SLOT, C), C)
     for begin in range(first, end, AT_ONCE):
         for part in range(0, ALL, STEP):
             for row_block in range(begin, gl.minimum(begin + AT_ONCE, end)):
                 for number in range(part, part + STEP):
                     await_barrier(
                         barriers + 8 * (SLOTS + place.slot), place.phase ^ 1, args.status,
-                        status_of(layer, "a free slot", C), C,
+                        status_of(layer, FREE_SLOT, C), C,
                     )  # fmt: skip
                     if issued >= MANY:
                         earlier, later = issued - MANY, issued - FEW
@@ -505,7 +432,11 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
                         )  # fmt: skip
                     tiles = gl.maximum(gl.minimum(TILES - number * (2 * UNITS), 2 * UNITS), 0)
                     to = start + place.slot * T.slot_bytes
-                    if UNIT.dense:
+                    if SEGMENTS:
+                        units = gl.where(warp == 0, tiles >> 1, 0)
+                        load_segments(codes, scale, start, lane, barriers + 8 * place.slot, to, row_block, number, units,
+                                      product, index, C)  # fmt: skip
+                    elif UNIT.dense:
                         row = (warp * (16 // LOADERS) + lane) & 15
                         source, size, last = rows_of_slot(codes, row_block, number, tiles, row, product, UNITS, C)
                         to += row * ptx(UNIT.row_bytes, UNITS)
@@ -513,19 +444,58 @@ def load_product(args, layer, place, issued, product: gl.constexpr, index: gl.co
                         scales_size = tiles * 0
                     else:
                         tiles = gl.where(warp == 0, tiles, 0)
-                        tile = lane * 0 + (row_block * TILES + number * (2 * UNITS))
+                        of_w = row_block
+                        if ROUTED:
+                            of_w = row_block_of_expert(start, row_block, C)
+                        tile = lane * 0 + (of_w * TILES + number * (2 * UNITS))
                         source = codes + tile.to(gl.int64) * (UNIT.code_bytes // 2)
                         size = tiles * (UNIT.code_bytes // 2)
                         last = (tiles & 1) * (UNIT.code_bytes // 2)
-                        scales = scale + (lane * 0 + (row_block * ((TILES + 1) // 2) + number * UNITS)) * UNIT.scale_bytes
+                        scales = scale + (lane * 0 + (of_w * ((TILES + 1) // 2) + number * UNITS)) * UNIT.scale_bytes
                         scales_size = ((tiles + 1) >> 1) * UNIT.scale_bytes
-                    run(
-                        ptx(C.fill, product, index), "=r,r,r,r,l,r,l,r,r",
-                        [lane, barriers + 8 * place.slot, to, source, size, scales, scales_size, last],
-                    )  # fmt: skip
+                    if not SEGMENTS:
+                        run(
+                            ptx(C.fill, product, index), "=r,r,r,r,l,r,l,r,r",
+                            [lane, barriers + 8 * place.slot, to, source, size, scales, scales_size, last],
+                        )  # fmt: skip
                     place = later_place(place, 1, C)
                     issued += 1
     return place, issued
+
+
+@gluon.jit
+def load_segments(
+    codes, scale, start, lane, barrier_at, to, row_block, number, units, product: gl.constexpr, index: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Fills the slot `number` of a row block of the down of chosen experts, `units` k blocks in all (0: another warp does). A
+    lane copies those of one expert."""
+    T: gl.constexpr = C.table
+    UNIT: gl.constexpr = ptx(C.form, product, index).unit
+    UNITS: gl.constexpr = ptx(T.units, product, index)
+    K_BLOCKS: gl.constexpr = T.shape.expert_k_blocks
+    ROW_BLOCKS: gl.constexpr = ptx(T.row_blocks, product)
+    CHOICES: gl.constexpr = T.shape.choices
+    begin = number * UNITS
+    chosen = begin // K_BLOCKS + lane
+    first = gl.maximum(chosen * K_BLOCKS, begin)
+    count = gl.maximum(gl.minimum(begin + units, (chosen + 1) * K_BLOCKS) - first, 0)
+    of_rows = chosen_expert(start, gl.minimum(chosen, CHOICES - 1), C) * ROW_BLOCKS + row_block
+    k_block = (of_rows * K_BLOCKS + (first - chosen * K_BLOCKS)).to(gl.int64)
+    place, source = to + (first - begin) * UNIT.code_bytes, codes + k_block * UNIT.code_bytes
+    total = units * (UNIT.code_bytes + UNIT.scale_bytes)
+    if UNIT.scale_bytes > 0:
+        scales = to + (UNITS * UNIT.code_bytes + (first - begin) * UNIT.scale_bytes)
+        run(
+            ptx(C.fill_segments, True), "=r,r,r,r,l,r,r,r,l,r",
+            [lane, barrier_at, place, source, count * UNIT.code_bytes, lane * 0 + total, scales,
+             scale + k_block * UNIT.scale_bytes, count * UNIT.scale_bytes],
+        )  # fmt: skip
+    else:
+        run(
+            ptx(C.fill_segments, False), "=r,r,r,r,l,r,r",
+            [lane, barrier_at, place, source, count * UNIT.code_bytes, lane * 0 + total],
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -580,7 +550,7 @@ def gather_x(source, args, at, layer, first: gl.constexpr, product: gl.constexpr
     """Waits for the k blocks of this warp of x [tokens, K] at address `source`, from chunk `first` on, and stores them in the
     warp's memory as [chunk][vector of 8 columns][token]: matrices of ldmatrix. Columns beyond K are zeros."""
     T: gl.constexpr = C.table
-    M: gl.constexpr = T.shape.tokens
+    M: gl.constexpr = ptx(C.x_rows, product)
     VECTORS: gl.constexpr = ptx(T.shape.columns, product) // 8
     PIECES: gl.constexpr = min(ptx(T.chunks_at_once, product), ptx(T.chunks, product) - first) * M * 16
     TURNS: gl.constexpr = (PIECES + 31) // 32
@@ -596,7 +566,7 @@ def gather_x(source, args, at, layer, first: gl.constexpr, product: gl.constexpr
         exist = ()
         for i in gl.static_range(min(PIECES_AT_ONCE, TURNS - begin)):
             if WHOLE and 32 * (begin + i + 1) <= PIECES:  # constant distances, so that a lane has few addresses
-                places = places + (own_place + ptx(C.place_of_turn, begin + i),)
+                places = places + (own_place + ptx(C.place_of_turn, product, begin + i),)
                 addresses = addresses + (own + ptx(C.source_of_turn, product, begin + i),)
                 exist = exist + (True,)
             else:
@@ -631,14 +601,14 @@ def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.cons
     matrix instruction are all tokens of as many chunks as they hold."""
     T: gl.constexpr = C.table
     S: gl.constexpr = ptx(C.form, product, index).k_block
-    M: gl.constexpr = T.shape.tokens
+    M: gl.constexpr = ptx(C.x_rows, product)
     COUNT: gl.constexpr = max(S.groups, 1)
     OF_GROUP: gl.constexpr = S.sums // COUNT  # of raw codes four, of which the last two are multiples of the others
     row, pair = at.lane & 7, at.lane & 3
     for first in gl.static_range(0, chunks, 8 // M):
         chunk = gl.minimum(first + row // M, chunks - 1)
         x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M) + ((at.lane >> 3) * M + row % M) * 16
-        x = asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+        x = asm(ptx(C.read_x, product), C.read_x_constraints, [x_at], ptx(C.words_types, 16))
         sums = asm(S.sum_asm, S.sum_constraints, x, S.sum_types)
         for h in gl.static_range(2):
             column = 2 * pair + h
@@ -654,7 +624,7 @@ def store_x_sums(at, chunks: gl.constexpr, product: gl.constexpr, index: gl.cons
 def load_x_sums(at, chunk, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
     """Returns a lane's sums of x in a chunk, if the weights' form needs them; sums of tokens that do not exist are those of
     others."""
-    M: gl.constexpr = C.table.shape.tokens
+    M: gl.constexpr = ptx(C.x_rows, product)
     S: gl.constexpr = ptx(C.form, product, index).k_block
     COUNT: gl.constexpr = max(S.groups, 1) if S.sums > 0 else 0
     FACTOR: gl.constexpr = S.raw_offsets[1] // S.raw_offsets[0]
@@ -692,13 +662,13 @@ def read_unit(at, slot, product: gl.constexpr, index: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def load_x(at, chunk, C: gl.constexpr):
+def load_x(at, chunk, product: gl.constexpr, C: gl.constexpr):
     """Returns a lane's words of this warp's k block of x in a chunk: fragments of the matrix instructions."""
     T: gl.constexpr = C.table
-    M: gl.constexpr = T.shape.tokens
+    M: gl.constexpr = ptx(C.x_rows, product)
     row = (at.lane >> 3) * M + gl.minimum(at.lane & 7, M - 1)
     x_at = at.start + T.x_start + at.warp * T.x_warp_bytes + chunk * (256 * M) + row * 16
-    return asm(C.read_x, C.read_x_constraints, [x_at], ptx(C.words_types, 16))
+    return asm(ptx(C.read_x, product), C.read_x_constraints, [x_at], ptx(C.words_types, 16))
 
 
 @gluon.jit
@@ -708,7 +678,7 @@ def x_of_chunks(at, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr)
     x = ()
     sums = ()
     for chunk in gl.static_range(ptx(C.table.chunks, product)):
-        words = load_x(at, chunk, C)
+        words = load_x(at, chunk, product, C)
         x = x + words
         if S.sums > 0:
             sums = sums + asm(S.sum_asm, S.sum_constraints, words, S.sum_types)
@@ -764,13 +734,33 @@ def of_own_block(new, old, at, chunk, product: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def add_expert(new, old, at, factors, row_block: gl.constexpr, chunk, C: gl.constexpr):
+    """Returns the sums `old`, and the product `new` of this warp's k block of a chunk times the factors of its expert, in the
+    column of the token that has chosen it."""
+    T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
+    CHOICES: gl.constexpr = T.shape.choices
+    chosen = gl.minimum((chunk * T.warps + at.warp) // T.shape.expert_k_blocks, CHOICES - 1)
+    place = factors + ((row_block * CHOICES + chosen) * 16 + (at.lane >> 2)) * 4
+    first, second = asm(C.load_float, "=f,r", [place], gl.float32), asm(C.load_float, "=f,r", [place + 32], gl.float32)
+    added = (old[0] + new[0] * first, old[1] + new[1] * first, old[2] + new[2] * second, old[3] + new[3] * second)
+    if M > 1:
+        sums = added
+        added = ()
+        for i in gl.static_range(4):
+            own = 2 * (at.lane & 3) + i % 2 == chosen // T.shape.top_k
+            added = added + (gl.where(own, sums[i], old[i]),)
+    return added
+
+
+@gluon.jit
 def multiply_units(
-    args, at, layer, place, accs, x, sums, chunk, number: gl.constexpr, step: gl.constexpr, product: gl.constexpr,
+    args, at, layer, place, accs, x, sums, chunk, factors, number: gl.constexpr, step: gl.constexpr, product: gl.constexpr,
     index: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Adds the products of `number` units, which are read before any is multiplied, so that their instructions do not depend on
     each other. `step` 0: units of as many row blocks in one chunk, with an accumulator each and the same x; 1: those of
-    consecutive chunks of a row block."""
+    consecutive chunks of a row block. `factors`: in down of experts, the address of those of the first row block; else None."""
     S: gl.constexpr = ptx(C.form, product, index).k_block
     WORDS: gl.constexpr = S.words + S.scale_words
     slots = ()
@@ -789,8 +779,15 @@ def multiply_units(
         of_x, of_sums = x[16 * i * step : 16 * (i * step + 1)], sums[S.sums * i * step : S.sums * (i * step + 1)]
         if step == 0:
             acc = accs[4 * i : 4 * i + 4]
-        new = add_unit(read[WORDS * i : WORDS * (i + 1)], of_x, of_sums, acc, product, index, C)
-        products = products + new
+        if factors is None:
+            new = add_unit(read[WORDS * i : WORDS * (i + 1)], of_x, of_sums, acc, product, index, C)
+            products = products + new
+        else:
+            zero = at.lane.to(gl.float32) * 0.0
+            own = (zero, zero, zero, zero)
+            own = add_unit(read[WORDS * i : WORDS * (i + 1)], of_x, of_sums, own, product, index, C)
+            products = products + own
+            new = add_expert(own, acc, at, factors, i * (1 - step), chunk + i * step, C)
         acc = of_own_block(new, acc, at, chunk + i * step, product, C)
         new_accs = new_accs + acc
     for i in gl.static_range(number):
@@ -801,7 +798,9 @@ def multiply_units(
 
 
 @gluon.jit
-def multiply_row_block(args, at, layer, place, x, sums, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+def multiply_row_block(
+    args, at, layer, place, x, sums, factors, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
     """Returns the place after a row block, and this warp's product of it. `x` of all chunks, and its `sums`, in registers."""
     SUMS: gl.constexpr = ptx(C.form, product, index).k_block.sums
     AT_ONCE: gl.constexpr = ptx(C.units_at_once, product, index)
@@ -810,26 +809,29 @@ def multiply_row_block(args, at, layer, place, x, sums, product: gl.constexpr, i
     for chunk in gl.static_range(0, ptx(C.table.chunks, product), AT_ONCE):
         of_x, of_sums = x[16 * chunk : 16 * (chunk + AT_ONCE)], sums[SUMS * chunk : SUMS * (chunk + AT_ONCE)]
         place, acc = multiply_units(
-            args, at, layer, place, acc, of_x, of_sums, chunk, AT_ONCE, 1, product, index, C
+            args, at, layer, place, acc, of_x, of_sums, chunk, factors, AT_ONCE, 1, product, index, C
         )  # fmt: skip
     return place, acc
 
 
 @gluon.jit
 def multiply_chunk(
-    args, at, layer, place, accs, chunk, first: gl.constexpr, number: gl.constexpr, product: gl.constexpr,
+    args, at, layer, place, accs, chunk, factors, first: gl.constexpr, number: gl.constexpr, product: gl.constexpr,
     index: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Adds the products of a chunk of `number` row blocks. `chunk`: since chunk `first`, with which x in shared memory
     begins."""
     AT_ONCE: gl.constexpr = min(number, ptx(C.units_at_once, product, index))
-    x = load_x(at, chunk, C)
+    x = load_x(at, chunk, product, C)
     sums = load_x_sums(at, chunk, product, index, C)
     new = ()
     for i in gl.static_range(0, number, AT_ONCE):
         of_units = accs[4 * i : 4 * min(i + AT_ONCE, number)]
+        of_rows = factors
+        if factors is not None:
+            of_rows = factors + i * (64 * C.table.shape.choices)
         place, of_units = multiply_units(
-            args, at, layer, place, of_units, x, sums, first + chunk, min(AT_ONCE, number - i), 0, product, index, C
+            args, at, layer, place, of_units, x, sums, first + chunk, of_rows, min(AT_ONCE, number - i), 0, product, index, C
         )  # fmt: skip
         new = new + of_units
     return place, new
@@ -866,7 +868,7 @@ def rms_to_shared(loaded, source, needed, factor, args, at, layer, product: gl.c
     T: gl.constexpr = C.table
     M: gl.constexpr = T.shape.tokens
     TURNS: gl.constexpr = C.squares_turns
-    WAIT: gl.constexpr = "squares before gate-up" if product == "gate_up" else "squares before " + product
+    WAIT: gl.constexpr = BEFORE_GATE_UP if product == "gate_up" else "squares before " + product
     if needed:
         at = same_thread(at, C)  # addresses take registers here only
         addresses = squares_of_lane(source, at, C)
@@ -891,7 +893,7 @@ def row_vectors(args, layer, product: gl.constexpr, index: gl.constexpr, C: gl.c
     bias = None
     gamma = None
     factor = None
-    if CHANNEL is not None:
+    if CHANNEL is not None and not (ptx(C.is_routed, product) and product == "down"):
         channel = field(args, layer, product + " channel_scale", C).to(gl.pointer_type(KIND), bitcast=True)
     if ptx(C.has_bias, product):
         bias = field(args, layer, product + " bias", C).to(gl.pointer_type(gl.float32), bitcast=True)
@@ -904,13 +906,16 @@ def row_vectors(args, layer, product: gl.constexpr, index: gl.constexpr, C: gl.c
 
 
 @gluon.jit
-def own_output(at, count, product: gl.constexpr, C: gl.constexpr):
-    """Returns (exists, row block, row, token) of a thread's output among `count` row blocks."""
+def own_output(at, begin, count, product: gl.constexpr, C: gl.constexpr):
+    """Returns (exists, row block, row, token) of a thread's output among `count` row blocks from `begin` on."""
     M: gl.constexpr = C.table.shape.tokens
     AT_ONCE: gl.constexpr = ptx(C.table.at_once, product)
     ROWS: gl.constexpr = 8 if product == "gate_up" else 16
     row, rest = at.index % ROWS, at.index // ROWS
-    if ptx(C.normed, product):
+    if M > 1 and product == "gate_up" and ptx(C.is_routed, product):  # a row block has one token
+        row_block = rest
+        token = (begin + rest) // (C.table.shape.expert_row_blocks * C.table.shape.top_k)
+    elif ptx(C.normed, product):
         token, row_block = rest % M, rest // M
     else:  # with a residual a warp has all rows of one token
         row_block, token = rest % AT_ONCE, rest // AT_ONCE
@@ -923,17 +928,20 @@ def output_of(args, at, rows, begin, count, product: gl.constexpr, C: gl.constex
     """Returns a thread's output among `count` row blocks from `begin` on, and loads the values of its rows."""
     N: gl.constexpr = ptx(C.table.shape.rows, product)
     BOTH: gl.constexpr = 2 if product == "gate_up" else 1
-    exists, row_block, row, token = own_output(at, count, product, C)
+    exists, row_block, row, token = own_output(at, begin, count, product, C)
     if product == "head" and N % 16 != 0:
         exists = exists & ((begin + row_block) * 16 + row < N)
     of_w = gl.minimum((begin + row_block) * 16 + row, N - 8 * BOTH + 7)
+    of_channel = of_w
+    if rows.channel is not None and ptx(C.is_routed, product):
+        of_channel = row_block_of_expert(at.start, of_w >> 4, C) * 16 + (of_w & 15)
     channel = ()
     bias = ()
     gamma = ()
     old = ()
     for i in gl.static_range(BOTH):
         if rows.channel is not None:
-            channel = channel + (gl.load(rows.channel + of_w + 8 * i).to(gl.float32),)
+            channel = channel + (gl.load(rows.channel + of_channel + 8 * i).to(gl.float32),)
         if rows.bias is not None:
             bias = bias + (gl.load(rows.bias + of_w + 8 * i),)
     if rows.gamma is not None:
@@ -951,7 +959,7 @@ def total_of(out, at, parity, i: gl.constexpr, product: gl.constexpr, index: gl.
     place = T.sums_start + parity * T.sums_bytes + out.row_block * ptx(T.sums_stride, product)
     place += ((out.row + 8 * i) * M + out.token) * 4
     total = asm(add_strided(T.warps, 64 * M), "=&f,r", [place], gl.float32) * F.k_block.factor
-    if F.channel is not None:
+    if F.channel is not None and not (ptx(C.is_routed, product) and product == "down"):
         total *= out.channel[i]
     if ptx(C.normed, product):
         total *= asm(C.load_float, "=f,r", [at.start + T.rms_start + out.token * 4], gl.float32)
@@ -989,7 +997,9 @@ def finish(args, at, layer, out, begin, parity, squares, product: gl.constexpr, 
     place = out.token * N + (begin + out.row_block) * 16 + out.row
     if product == "gate_up":
         total = gate_times_up(total, total_of(out, at, parity, 1, product, index, C), C)
-        place = out.token * (N // 2) + (begin + out.row_block) * 8 + out.row
+        place = (begin + out.row_block) * 8 + out.row
+        if not ptx(C.is_routed, product):
+            place += out.token * (N // 2)
         publish_pair(vector(args, layer, "gated", C) + (place.to(gl.int64) - (place & 1)) * 2, total, exists, C)
     elif product == "qkv":
         publish_pair(vector(args, layer, "qkv", C) + (place.to(gl.int64) - (place & 1)) * 2, total, exists, C)
@@ -1014,7 +1024,7 @@ def embed(args, at, layer, C: gl.constexpr):
     squares = at.lane.to(gl.float32) * 0.0
     first, end = own_row_blocks("down", C)
     for begin in range(first, end, AT_ONCE):
-        exists, row_block, row, token = own_output(at, gl.minimum(end - begin, AT_ONCE), "down", C)
+        exists, row_block, row, token = own_output(at, begin, gl.minimum(end - begin, AT_ONCE), "down", C)
         of_h = gl.minimum((begin + row_block) * 16 + row, H - 1)
         number = gl.load(args.tokens + gl.load(args.rows + token))
         value = gl.load(args.embedding + (number.to(gl.int64) * H + of_h))
@@ -1033,7 +1043,8 @@ def receive_x(x, args, at, layer, first: gl.constexpr, product: gl.constexpr, in
     """Gathers x from chunk `first` on, as many chunks as shared memory has, and its sums if the weights' form needs them."""
     CHUNKS: gl.constexpr = min(ptx(C.table.chunks_at_once, product), ptx(C.table.chunks, product) - first)
     WAIT: gl.constexpr = "x of gate-up" if product == "gate_up" else "x of " + product
-    gather_x(x, args, at, layer, first, product, WAIT, C)
+    if not (ptx(C.is_routed, product) and product == "gate_up"):  # the router has gathered that
+        gather_x(x, args, at, layer, first, product, WAIT, C)
     if ptx(C.form, product, index).k_block.sums > 0 and not ptx(C.x_in_registers, product, index):
         store_x_sums(at, CHUNKS, product, index, C)
 
@@ -1053,8 +1064,15 @@ def multiply_own(
     REGISTERS: gl.constexpr = ptx(C.x_in_registers, product, index)
     STRIDE: gl.constexpr = ptx(T.sums_stride, product)
     TURNS: gl.constexpr = C.squares_turns
+    ROUTED: gl.constexpr = ptx(C.is_routed, product)
+    SQUARES: gl.constexpr = ptx(C.normed, product) and not ROUTED
     rows = row_vectors(args, layer, product, index, C)
+    scales = ()
+    if ROUTED and product == "down":
+        scales = channel_scales(args, at, layer, product, index, C)
     receive_x(x, args, at, layer, 0, product, index, C)
+    if ROUTED and product == "down":
+        store_factors(at, scales, product, index, C)
     of_x = ()
     of_sums = ()
     if REGISTERS:
@@ -1069,6 +1087,9 @@ def multiply_own(
     for begin in range(first, end, AT_ONCE):
         count = gl.minimum(end - begin, AT_ONCE)
         out = output_of(args, at, rows, begin, count, product, C)
+        factors = None
+        if ROUTED and product == "down":
+            factors = at.start + (T.factors_start + (begin - first) * (64 * T.shape.choices))
         to = own_sums + parity * T.sums_bytes
         loaded = (at.lane * 0 + EMPTY_WORD,) * TURNS
         if BY_CHUNKS:
@@ -1082,7 +1103,9 @@ def multiply_own(
                     for chunk in range(min(STEP, CHUNKS - part)):
                         if LONG and part + STEP >= CHUNKS:
                             set_flag(at, 1, (begin + count == end) & (part + chunk == CHUNKS - 1), C)
-                        place, accs = multiply_chunk(args, at, layer, place, accs, chunk, part, AT_ONCE, product, index, C)
+                        place, accs = multiply_chunk(
+                            args, at, layer, place, accs, chunk, factors, part, AT_ONCE, product, index, C
+                        )  # fmt: skip
                 else:
                     for chunk in range(min(STEP, CHUNKS - part)):
                         if LONG and part + STEP >= CHUNKS:
@@ -1091,7 +1114,12 @@ def multiply_own(
                         for i in gl.static_range(AT_ONCE):
                             acc = accs[4 * i : 4 * i + 4]
                             if i < count:
-                                place, acc = multiply_chunk(args, at, layer, place, acc, chunk, part, 1, product, index, C)
+                                of_rows = factors
+                                if factors is not None:
+                                    of_rows = factors + i * (64 * T.shape.choices)
+                                place, acc = multiply_chunk(
+                                    args, at, layer, place, acc, chunk, of_rows, part, 1, product, index, C
+                                )  # fmt: skip
                             new = new + acc
                         accs = new
             for i in gl.static_range(AT_ONCE):
@@ -1101,19 +1129,22 @@ def multiply_own(
                 last = begin + row_block == end - 1
                 if LONG and REGISTERS:
                     set_flag(at, 1, last, C)
-                if ptx(C.normed, product):  # late, when they have arrived; products take longer than the loads
+                if SQUARES:  # late, when they have arrived; products take longer than the loads
                     needed = (begin == first) & (row_block == count - 1) & (warp < M)
                     loaded = squares_ahead(loaded, squares_of, at, needed, C)
                 acc = (zero, zero, zero, zero)
+                of_rows = factors
+                if factors is not None:
+                    of_rows = factors + row_block * (64 * T.shape.choices)
                 if REGISTERS:
-                    place, acc = multiply_row_block(args, at, layer, place, of_x, of_sums, product, index, C)
+                    place, acc = multiply_row_block(args, at, layer, place, of_x, of_sums, of_rows, product, index, C)
                 else:
                     for chunk in range(CHUNKS):
                         if LONG:
                             set_flag(at, 1, last & (chunk == CHUNKS - 1), C)
-                        place, acc = multiply_chunk(args, at, layer, place, acc, chunk, 0, 1, product, index, C)
+                        place, acc = multiply_chunk(args, at, layer, place, acc, chunk, of_rows, 0, 1, product, index, C)
                 run(C.store_sums, "=r,r,r,f,f,f,f", (to + row_block * STRIDE, pair) + acc)
-        if ptx(C.normed, product):
+        if SQUARES:
             needed = (begin == first) & (warp < M)
             rms_to_shared(loaded, squares_of, needed, rows.factor, args, at, layer, product, C)
         barrier()
@@ -1158,210 +1189,145 @@ def multiply_forms(args, at, layer, place, parity, x, squares_of, product: gl.co
     return place, parity
 
 
-# ---- attention
+# ---- experts
 
 
 @gluon.jit
-def task_of(args, task, window, C: gl.constexpr):
-    """Returns the SplitTask of a number; `window` in tokens."""
+def router_words(args, at, layer, C: gl.constexpr):
+    """Returns a lane's columns of this block's rows of the router, in the order [row][chunk]; of rows that do not exist those
+    of others."""
     T: gl.constexpr = C.table
-    A: gl.constexpr = C.shape
-    row = task // (A.kv_heads * T.splits)
-    slot = gl.load(args.rows + row)
-    position = gl.load(args.positions + slot)
-    first = position * 0
-    if C.windows:
-        first = gl.maximum(position + 1 - window, 0)
-    table = args.tables + slot.to(gl.int64) * args.table_stride
-    return SplitTask(row, task // T.splits % A.kv_heads, task % T.splits, position, first, table)
+    K: gl.constexpr = T.shape.hidden
+    ROWS: gl.constexpr = T.router_rows
+    CHUNKS: gl.constexpr = ptx(T.chunks, "gate_up")
+    router = field(args, layer, "router", C)
+    first, _ = own_experts(C)
+    words = ()
+    for row in gl.static_range(ROWS):
+        expert = gl.minimum(first + row, T.shape.experts - 1)
+        for chunk in gl.static_range(CHUNKS):
+            column = gl.minimum((chunk * T.warps + at.warp) * K_BLOCK + 4 * at.lane, K - 4)
+            words = words + four_of_router(router + (expert * K + column).to(gl.int64) * 2, C)
+    return words
 
 
 @gluon.jit
-def active_splits(task, C: gl.constexpr):
-    """Returns the number of splits with work, the tokens of each, and the first token of the first; see `StepTable.active`."""
-    SHARE: gl.constexpr = C.table.share_tokens
-    start = task.first // SHARE * SHARE
-    shares = (task.position - start + (SHARE - 1)) // SHARE
-    active = gl.where(shares <= 2, 1, gl.minimum(shares, C.table.splits))
-    each = gl.maximum((shares + active - 1) // active, 1)
-    return gl.maximum((shares + each - 1) // each, 1), each * SHARE, start
+def own_experts(C: gl.constexpr):
+    """Returns the first expert whose logit this block computes, and the one after its last."""
+    COUNT: gl.constexpr = C.table.shape.experts
+    BLOCKS: gl.constexpr = C.table.blocks
+    block = gl.program_id(0)
+    return block * COUNT // BLOCKS, (block + 1) * COUNT // BLOCKS
 
 
 @gluon.jit
-def attention_vectors(args, layer, C: gl.constexpr):
-    """Returns the AttentionVectors of a layer."""
-    q_gamma = layer * 0
-    k_gamma = layer * 0
-    if C.head_norms:
-        q_gamma = field(args, layer, "q_gamma", C)
-        k_gamma = field(args, layer, "k_gamma", C)
-    sinks = None
-    if C.sinks:
-        sinks = field(args, layer, "sinks", C).to(gl.pointer_type(gl.float32), bitcast=True)
-    window = layer * 0
-    if C.windows:
-        window = field(args, layer, "window", C).to(gl.int32)
-    k, v, cos_sin = field(args, layer, "k", C), field(args, layer, "v", C), field(args, layer, "cos_sin", C)
-    return AttentionVectors(k, v, cos_sin, q_gamma, k_gamma, sinks, window)
-
-
-@gluon.jit
-def attend(args, at, layer, vectors, number, task, active, tokens, start, parity, C: gl.constexpr):
-    """Computes one split, of `tokens` tokens: appends the new token in split 0, and stores the split's sums, or the output if
-    it is the only one. A warp has every tile_warps-th tile; in split 0 the last warp's first tile is the new token."""
-    WARPS: gl.constexpr = C.table.tile_warps
-    begin = start + task.split * tokens
-    end = gl.minimum(begin + tokens, task.position)
-    warp = warp_number()  # warps without a tile leave the issue slots to the others
-    first = begin + TILE * warp
-    if (warp == WARPS - 1) & (task.split == 0):
-        first = task.position
-    if (warp < WARPS) & ((first < end) | (first == task.position)):
-        attend_tiles(args, at, layer, vectors, task, first, begin, end, parity, C)
-    else:
-        nothing_to_shared(at, C)
-    barrier()
-    store_split(args, at, layer, number, task, active, C)
-    barrier()
-
-
-@gluon.jit
-def attend_tiles(args, at, layer, vectors, task, tile, begin, end, parity, C: gl.constexpr):
-    """Computes a warp's tiles, of which the first begins at token `tile`, and stores their sums in shared memory. Sums of
-    products are not stored in the buffer `parity` meanwhile, so q is."""
+def route(args, at, layer, parity, C: gl.constexpr):
+    """Chooses the experts of all tokens: stores their numbers and weights, and 1 / rms, in shared memory. Every block computes
+    its rows of the router, and the choice by itself. x stays in shared memory, for gate-up."""
     T: gl.constexpr = C.table
-    A: gl.constexpr = C.shape
-    WARPS: gl.constexpr = T.tile_warps
-    KEYS: gl.constexpr = C.key_vectors
-    VALUES: gl.constexpr = C.value_vectors
-    has_new = (task.split == 0).to(gl.int32)
-    own = (at.warp == WARPS - 1) & (task.split == 0)
-    tile = at.warp * 0 + tile
-    k = load_keys(vectors.k, task, at, tile, end, C)
-    prefetch_values(vectors.v, task, at, tile, end, C)
-    angles = angles_row(vectors.cos_sin, task.position, C)
-    touch_angles(angles, at, C)
-    qkv = vector(args, layer, "qkv", C) + task.row * (A.features * 2)
-    group, pair = at.lane >> 2, at.lane & 3
-    # Registers are few: v is loaded late. Lanes have q of a head, those of the first row without a head have k.
-    is_q = group < A.group
-    head = gl.where(is_q, task.kv_head * A.group + group, A.heads + task.kv_head)
-    addresses = ()
-    for j in gl.static_range(KEYS):
-        addresses = addresses + (qkv + head * (A.head_dim * 2) + pair * 16 + 64 * j,)
-    for j in gl.static_range(VALUES):
-        of_v = (A.heads + A.kv_heads + task.kv_head) * (A.head_dim * 2)
-        addresses = addresses + (qkv + of_v + group * 16 + 128 * j,)
-    COUNT: gl.constexpr = KEYS + VALUES
-    words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), COUNT, 4, C)
-    new_v = words[4 * KEYS : 4 * COUNT]
-    q = turn_head(words[0 : 4 * KEYS], gl.where(is_q, vectors.q_gamma, vectors.k_gamma), angles, at, C)
-    if task.split == 0:
-        if A.group < 8:
-            new_k = of_row(q, A.group, at, 4 * KEYS)
-        else:
-            of_k = qkv + (A.heads + task.kv_head) * (A.head_dim * 2) + pair * 16
-            addresses = ()
-            for j in gl.static_range(KEYS):
-                addresses = addresses + (of_k + 64 * j,)
-            words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "q, k and v", C), KEYS, 4, C)
-            new_k = turn_head(words, vectors.k_gamma + pair * 0, angles, at, C)
-        append(vectors.k, vectors.v, task, at, new_k, new_v, own, C)
-        k = chosen(own, new_k, k, 4 * KEYS)
-    place = T.sums_start + parity * T.sums_bytes
-    store_query(q, at, place, C)
-    first, second = tile_scores(q, k, task, at, tile, gl.where(own, task.position + 1, end), C)
-    v = load_values(vectors.v, task, at, tile, end, C)
-    v = chosen(own, new_v, v, 4 * VALUES) + v[4 * VALUES : 8 * VALUES]
-    top, total, sums = attend_nothing(vectors.sinks, task, at, own, C)
-    top, total, sums = add_tile(first, second, v, top, total, sums, at, C)
-    for later in range(begin + TILE * (WARPS - has_new), end, TILE * WARPS):
-        tile = later + TILE * at.warp
-        prefetch_values(vectors.v, task, at, tile, end, C)
-        k = load_keys(vectors.k, task, at, tile, end, C)
-        first, second = tile_scores(load_query(at, place, C), k, task, at, tile, end, C)
-        v = load_values(vectors.v, task, at, tile, end, C)
-        top, total, sums = add_tile(first, second, v, top, total, sums, at, C)
-    sums_to_shared(at, top, total, sums, C)
-
-
-@gluon.jit
-def store_split(args, at, layer, number, task, active, C: gl.constexpr):
-    """Merges the warps; stores the split's sums, maxima and totals, or the output if no other split has work."""
-    A: gl.constexpr = C.shape
-    OUTPUTS: gl.constexpr = A.group * A.head_dim
-    TURNS: gl.constexpr = (OUTPUTS + C.threads - 1) // C.threads
-    alone = active == 1
-    parts = vector(args, layer, "parts", C) + number * (OUTPUTS * 4)
-    tops = vector(args, layer, "tops", C) + number * (A.group * 8)
-    out = vector(args, layer, "attended", C) + (task.row * A.heads + task.kv_head * A.group) * (A.head_dim * 2)
-    for i in gl.static_range(TURNS):
-        output = at.index + i * C.threads
-        exists = output < OUTPUTS
-        output = gl.minimum(output, OUTPUTS - 1)
-        head, element = output // A.head_dim, output % A.head_dim
-        top, total, sum_ = merge_warps(at, head, element, C)
-        publish_pair(out + (output & -2) * 2, sum_ / total, (exists & alone).to(gl.int32), C)
-        one = (exists & (active > 1)).to(gl.int32)
-        publish(parts + output * 4, sum_, one, C)
-        first = (exists & (active > 1) & (element == 0)).to(gl.int32)
-        publish(tops + head * 8, top, first, C)
-        publish(tops + head * 8 + 4, total, first, C)
-
-
-@gluon.jit
-def combine(args, at, layer, number, task, active, C: gl.constexpr):
-    """Combines the splits of a row and kv head for a share of its outputs, which all splits divide among them."""
-    A: gl.constexpr = C.shape
-    LANES: gl.constexpr = C.combine_lanes
-    STEPS: gl.constexpr = LANES.bit_length() - 1
-    AT_ONCE: gl.constexpr = C.threads // LANES
-    WORDS: gl.constexpr = A.group * A.head_dim // 2
-    share = (WORDS + active - 1) // active
-    first = task.split * share
-    end = gl.minimum(first + share, WORDS)
-    split = at.index % LANES
-    there = split < active
-    of_split = number - task.split + gl.minimum(split, active - 1)
-    out = vector(args, layer, "attended", C) + (task.row * A.heads + task.kv_head * A.group) * (A.head_dim * 2)
-    parts, tops = vector(args, layer, "parts", C), vector(args, layer, "tops", C)
-    for begin in range(first, end, AT_ONCE):
-        word = begin + at.index // LANES
-        exists = (word < end) & (split == 0)
-        word = gl.minimum(word, WORDS - 1)
-        head = word // (A.head_dim // 2)
-        addresses = (parts + (of_split * WORDS + word) * 8, tops + (of_split * A.group + head) * 8)
-        words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "splits of attention", C), 2, 2, C)
-        own_top = gl.where(there, words[2].to(gl.float32, bitcast=True), NOTHING)
-        top = own_top
-        for step in gl.static_range(STEPS):
-            top = gl.maximum(top, exchanged(top, 1 << step))
-        fade = gl.where(there, gl.exp2(own_top - top), 0.0)
-        low = words[0].to(gl.float32, bitcast=True) * fade
-        high = words[1].to(gl.float32, bitcast=True) * fade
-        total = words[3].to(gl.float32, bitcast=True) * fade
-        for step in gl.static_range(STEPS):
-            low += exchanged(low, 1 << step)
-            high += exchanged(high, 1 << step)
-            total += exchanged(total, 1 << step)
-        publish_both(out + word * 4, low / total, high / total, exists.to(gl.int32), C)
-
-
-@gluon.jit
-def attention(args, at, layer, vectors, parity, C: gl.constexpr):
-    """Attention of this block's tasks: first all splits, then their combination, so that no block waits for itself."""
-    T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
+    ROWS: gl.constexpr = T.router_rows
+    CHUNKS: gl.constexpr = ptx(T.chunks, "gate_up")
+    K_BLOCKS: gl.constexpr = ptx(T.k_blocks, "gate_up")
     at = same_thread(at, C)
-    for number in range(gl.program_id(0), T.attention_tasks, T.blocks):
-        task = task_of(args, number, vectors.window, C)
-        active, tokens, start = active_splits(task, C)
-        if task.split < active:
-            attend(args, at, layer, vectors, number, task, active, tokens, start, parity, C)
-    for number in range(gl.program_id(0), T.attention_tasks, T.blocks):
-        task = task_of(args, number, vectors.window, C)
-        active, _, _ = active_splits(task, C)
-        if (task.split < active) & (active > 1):
-            combine(args, at, layer, number, task, active, C)
+    warp = warp_number()
+    words = router_words(args, at, layer, C)
+    factor = row_vectors(args, layer, "gate_up", 0, C).factor
+    gather_x(vector(args, layer, "mlp_x", C), args, at, layer, 0, "gate_up", "x of gate-up", C)
+    set_flag(at, 0, at.index == 0, C)
+    own_x = at.start + T.x_start + at.warp * T.x_warp_bytes + (at.lane >> 1) * (16 * M) + (at.lane & 1) * 8
+    sums_at = at.start + (T.sums_start + parity * T.sums_bytes)
+    for row in gl.static_range(ROWS):
+        for token in gl.static_range(M):
+            total = at.lane.to(gl.float32) * 0.0
+            for chunk in gl.static_range(CHUNKS):
+                w = words[2 * (row * CHUNKS + chunk) : 2 * (row * CHUNKS + chunk + 1)]
+                product = product_of_four(w, own_x + (256 * M * chunk + 16 * token), C)
+                total += gl.where(chunk * T.warps + at.warp < K_BLOCKS, product, 0.0)
+            total = warp_sum(total)
+            to = sums_at + ((row * M + token) * T.warps + at.warp) * 4
+            run(C.store_float, "=r,r,f,r", [to, total, (at.lane == 0).to(gl.int32)])
+    barrier()
+    if warp < M:
+        choose_experts(args, at, layer, sums_at, factor, C)
+    barrier()
+    return parity ^ 1
+
+
+@gluon.jit
+def choose_experts(args, at, layer, sums_at, factor, C: gl.constexpr):
+    """Adds up this block's logits of a token, of which the warps' sums are at `sums_at`, and publishes them; then chooses the
+    token's experts by all its logits. Warp i executes it for token i."""
+    T: gl.constexpr = C.table
+    M: gl.constexpr = T.shape.tokens
+    EXPERTS: gl.constexpr = T.shape.experts
+    TOP: gl.constexpr = T.shape.top_k
+    ROWS: gl.constexpr = T.router_rows
+    TURNS: gl.constexpr = C.logits_of_lane
+    SQUARES: gl.constexpr = C.squares_turns
+    at = same_thread(at, C)
+    logits = vector(args, layer, "logits", C) + at.warp * (4 * EXPERTS)
+    first, end = own_experts(C)
+    for row in gl.static_range(ROWS):
+        place = sums_at + ((row * M + at.warp) * T.warps + gl.minimum(at.lane, T.warps - 1)) * 4
+        of_warp = asm(C.load_float, "=f,r", [place], gl.float32)
+        total = warp_sum(gl.where(at.lane < T.warps, of_warp, 0.0))
+        publish(logits + (first + row + at.lane * 0) * 4, total, ((at.lane == 0) & (first + row < end)).to(gl.int32), C)
+    nothing = (at.lane * 0 + EMPTY_WORD,) * SQUARES
+    rms_to_shared(nothing, vector(args, layer, "mlp_squares", C), warp_number() < M, factor, args, at, layer, "gate_up", C)
+    run(C.sync_warp, "=r", [])
+    root = asm(C.load_float, "=f,r", [at.start + (T.rms_start + 4 * at.warp)], gl.float32)
+    addresses = ()
+    for i in gl.static_range(TURNS):
+        addresses = addresses + (logits + gl.minimum(at.lane + 32 * i, EXPERTS - 1) * 4,)
+    words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, BEFORE_GATE_UP, C), TURNS, 1, C)
+    expert, key = choose(words, at.lane, EXPERTS, TOP, C)
+    own = at.start + at.warp * (4 * TOP)
+    store_choice(own + T.chosen_start, at.lane, expert, TOP, C)
+    run(C.arrive, "=r,r,r", [at.start + T.routed_start, at.lane])
+    store_choice(own + T.weights_start, at.lane, weights_of(words, key, root, at.lane, EXPERTS, TOP, C), TOP, C)
+
+
+@gluon.jit
+def factor_of_thread(at, turn: gl.constexpr, C: gl.constexpr):
+    """Returns (number, chosen expert, row) of a thread's factor of rows of down: the factors are [own row block, chosen expert,
+    row], divided among the threads in turns."""
+    CHOICES: gl.constexpr = C.table.shape.choices
+    number = turn * C.threads + at.index
+    first, _ = own_row_blocks("down", C)
+    row = (first + (number >> 4) // CHOICES) * 16 + (number & 15)
+    return number, (number >> 4) % CHOICES, gl.minimum(row, C.table.shape.hidden - 1)
+
+
+@gluon.jit
+def channel_scales(args, at, layer, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Returns the scales of channels for a thread's factors, if down has such. It is called before the wait for x, in which its
+    loads take no time."""
+    CHANNEL: gl.constexpr = ptx(C.form, product, index).channel
+    KIND: gl.constexpr = gl.float32 if CHANNEL == "fp32" else gl.bfloat16
+    TURNS: gl.constexpr = C.factor_turns
+    scales = ()
+    if CHANNEL is not None:
+        channel = field(args, layer, product + " channel_scale", C).to(gl.pointer_type(KIND), bitcast=True)
+        for turn in gl.static_range(TURNS):
+            _, chosen, row = factor_of_thread(at, turn, C)
+            expert = chosen_expert(at.start, chosen, C)
+            scales = scales + (gl.load(channel + (expert * C.table.shape.hidden + row)),)
+    return scales
+
+
+@gluon.jit
+def store_factors(at, scales, product: gl.constexpr, index: gl.constexpr, C: gl.constexpr):
+    """Stores a thread's factors in shared memory: the weight of the expert, times the scale of the row."""
+    T: gl.constexpr = C.table
+    TURNS: gl.constexpr = C.factor_turns
+    for turn in gl.static_range(TURNS):
+        number, chosen, _ = factor_of_thread(at, turn, C)
+        factor = asm(C.load_float, "=f,r", [at.start + T.weights_start + 4 * chosen], gl.float32)
+        if ptx(C.form, product, index).channel is not None:
+            factor *= scales[turn].to(gl.float32)
+        run(C.store_float, "=r,r,f,r", [at.start + T.factors_start + 4 * number, factor, (number < T.factors).to(gl.int32)])
+    barrier()
 
 
 # ---- the kernel
@@ -1389,6 +1355,8 @@ def math_warps(args, C: gl.constexpr):
         attention(args, at, layer, vectors, parity, C)
         attended = vector(args, layer, "attended", C)
         place, parity = multiply_forms(args, at, layer, place, parity, attended, attended, "o", C)
+        if T.shape.experts > 0:
+            parity = route(args, at, layer, parity, C)
         x = vector(args, layer, "mlp_x", C)
         squares = vector(args, layer, "mlp_squares", C)
         place, parity = multiply_forms(args, at, layer, place, parity, x, squares, "gate_up", C)
@@ -1427,12 +1395,14 @@ class StepPlan:
     """Plan of a decode step in one launch: created once for a table and the forms of its weights, called many times.
 
     forms: of each product's weights, as `StepShape.forms`. biases: the products with a bias. head_norms: heads of q and k are
-    normed; sinks: heads have sinks. embedding_scale: factor of embeddings.
+    normed; sinks: heads have sinks. embedding_scale: factor of embeddings. normalize: the weights of chosen experts are a
+    softmax over them, not over all experts.
     """
 
     def __init__(
         self, table: StepTable, forms: tuple[tuple[WeightForm, ...], ...], dtype: torch.dtype, gate: Gate,
         biases: tuple[ProductName, ...] = (), head_norms: bool = False, sinks: bool = False, embedding_scale: float = 1.0,
+        normalize: bool = True,
     ) -> None:  # fmt: skip
         self.table, half = table, half_type(dtype)
         products = tuple(
@@ -1440,7 +1410,9 @@ class StepPlan:
             for units, of_product in zip(table.shape.forms, forms, strict=True)
         )
         epilogue = Epilogue(False, False, table.blocks, gate)
-        self.config = DecodeStep(table, half, products, epilogue, biases, head_norms, sinks, embedding_scale)
+        self.config = DecodeStep(
+            table, half, products, epilogue, biases, head_norms, sinks, embedding_scale, normalize
+        )  # fmt: skip
         self.launch = Launcher(decode_step, (table.blocks, 1, 1), table.warps, cooperative=True)
 
     def __call__(
@@ -1450,7 +1422,7 @@ class StepPlan:
         """Computes h [M, H] and, if the table has a head, logits [M, V]; returns the head's x [M, H] and squares float32
         [blocks, M], both in `vectors`.
 
-        layers int64 [layers + 1, FIELDS]: what `choose.decode_step.FIELDS` names. vectors int32 [table.words]: any contents.
+        layers int64 [layers + 1, fields]: what `StepShape.fields` names. vectors int32 [table.words]: any contents.
         tokens int32 [slots]. embedding [V, H]: of h's type, or uint8 codes with row_scale [V]. rows int32 [M]: the slots of
         tokens, positions and tables. status int32 [1]: 0, or the wait that took too long, which no launch clears.
         """

@@ -10,7 +10,6 @@ from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.choose.decode_step import (
     BYTES,
-    FASTER,
     FIELDS,
     RESERVED_BYTES,
     WAITS,
@@ -36,7 +35,9 @@ LLAMA = StepShape(32, 4096, 14336, HEADS["llama"], 1, forms(INT4, head=(INT8,)),
 SMALL = StepShape(30, 576, 1536, HEADS["small"], 2, forms(FP6, head=(DENSE,)), 49152)
 WIDE = StepShape(80, 8192, 28672, AttentionShape(64, 8, 128, 128**-0.5, 128), 1, forms(INT8))
 MIXED = dataclasses.replace(LLAMA, forms=((INT4, DENSE), (INT8,), (INT4, FP6, INT8), (DENSE,), ()), vocab=0)
-SHAPES = {"llama": LLAMA, "small": SMALL, "wide": WIDE, "mixed": MIXED}
+QWEN = AttentionShape(32, 4, 128, 128**-0.5, 128)
+EXPERTS = StepShape(48, 2048, 8 * 768, QWEN, 1, forms(INT4, head=(INT8,)), 151936, experts=128, top_k=8)
+SHAPES = {"llama": LLAMA, "small": SMALL, "wide": WIDE, "mixed": MIXED, "experts": EXPERTS}
 
 
 @pytest.mark.parametrize("blocks", [16, 78, 114, 132])
@@ -112,6 +113,34 @@ def test_shared_memory_fits(name, tokens):
         assert table.at_once(name) * rows * tokens <= 32 * table.warps
 
 
+@pytest.mark.parametrize("blocks", [16, 78, 132])
+def test_experts(blocks):
+    """The choice has memory of its own behind the barriers; a block's rows of the router and factors of down fit."""
+    table = StepTable(EXPERTS, blocks)
+    starts = [getattr(table, f"{name}_start") for name in ("flag", "routed", "chosen", "weights", "factors")]
+    assert starts == sorted(starts) and all(start % 8 == 0 for start in starts)
+    rows = max(len(table.own_row_blocks("down", block)) for block in range(blocks))
+    assert table.shared_bytes - table.factors_start >= 4 * 16 * rows * 8
+    assert table.shared_bytes <= BYTES - RESERVED_BYTES
+    assert table.router_rows == -(-128 // blocks) and table.sums_bytes >= 4 * table.router_rows * table.warps
+    assert (EXPERTS.expert_row_blocks, EXPERTS.expert_k_blocks) == (96, 6)
+    assert table.start("end") - table.start("logits") == 128 and "router: 128 rows" in str(table)
+
+
+def test_expert_refusals():
+    def reasons(**changes):
+        return "; ".join(step_refusals(dataclasses.replace(EXPERTS, **changes), typical_machine(90)))
+
+    assert reasons() == ""
+    assert [reasons(tokens=m, intermediate=m * 8 * 768) for m in (2, 4, 8)] == [""] * 3
+    wide = reasons(hidden=16384, tokens=4, intermediate=4 * 8 * 768)
+    assert "a router takes all of x at a time, at most 73728 bytes, not 4 tokens of 16384" in wide
+    assert "a multiple of 128 columns of down, not 704" in reasons(intermediate=8 * 704)
+    assert "16 of up to 256 experts, not 8 of 512" in reasons(experts=512)
+    assert "not 8 of 4" in reasons(experts=4)
+    assert "not 16 bits" in reasons(forms=((INT4,), (INT4,), (DENSE,), (INT4,), ()))
+
+
 def test_vectors_do_not_overlap():
     table = StepTable(LLAMA, 132)
     starts = list(table.starts.values())
@@ -130,16 +159,23 @@ def test_names():
 
 
 def test_where_one_launch_is_faster(monkeypatch):
-    """The longest context of the measurements that fit; none without measurements."""
+    """The longest context of the measurements that fit."""
     h200 = typical_machine(90)
     assert LLAMA.layer_bytes == 218_103_808 * 33 // 64  # 4 bits and a 16-bit scale for 128 weights
-    assert FASTER == () and faster_context(LLAMA, h200) == 0
-    rows = (Faster("H200", 1, 10**8, 2 * 10**8, 1024), Faster("H200", 1, 0, 2 * 10**8, 512), Faster("H100", 1, 0, 10**9, 9999))
+    assert faster_context(LLAMA, h200) == 8192
+    assert faster_context(dataclasses.replace(LLAMA, tokens=4), h200) == faster_context(MIXED, h200) == 0
+    rows = (
+        Faster("H200", 1, 4, 10**8, 2 * 10**8, 1024), Faster("H200", 1, 4, 0, 2 * 10**8, 512),
+        Faster("H200", 1, 6, 0, 10**9, 99), Faster("H100", 1, 4, 0, 10**9, 9999),
+    )  # fmt: skip
     monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", rows)
     assert faster_context(LLAMA, h200) == 1024
     assert faster_context(SMALL, h200) == faster_context(dataclasses.replace(LLAMA, tokens=2), h200) == 0
-    assert faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 512
+    assert faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 99
     assert faster_context(LLAMA, dataclasses.replace(h200, product="H100 80GB HBM3")) == 9999
+    assert EXPERTS.layer_bytes < 2 * 10**8 and faster_context(EXPERTS, h200) == 0
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", (dataclasses.replace(rows[1], experts=True),))
+    assert faster_context(EXPERTS, h200) == 512 and faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 0
 
 
 @pytest.mark.parametrize(

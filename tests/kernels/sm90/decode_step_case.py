@@ -10,14 +10,14 @@ from torch import Tensor
 from lowbit.formats import parse_scheme
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.choose.decode_step import (
-    FIELDS,
     LAYER_PRODUCTS,
     PRODUCT_NAMES,
     StepShape,
     StepTable,
     UnitForm,
 )
-from lowbit.pack import DenseWeight, FragmentWeight
+from lowbit.kernels.reference.route import RouterRule, choose_reference
+from lowbit.pack import DenseWeight, ExpertWeight, FragmentWeight
 from lowbit.pack.gated import alternate, pack_gated
 from lowbit.quantize import rtn
 
@@ -35,7 +35,8 @@ VOCAB = 50
 @dataclass
 class Case:
     """Tensors of a step. `contexts`: older tokens of each row. `schemes`: a scheme for each product, as `forms_of_schemes`.
-    `windows`: of each layer, 0 for none. Weights have mean 0 and sizes that keep activations near 1."""
+    `windows`: of each layer, 0 for none. Weights have mean 0 and sizes that keep activations near 1. `ties`: every second
+    expert has the router's row of the one before it. `normalize`: weights of experts add up to 1."""
 
     table: StepTable
     schemes: tuple[tuple[str, ...], ...] = ()
@@ -47,6 +48,8 @@ class Case:
     windows: tuple[int, ...] = ()
     embedding_bits: int = 16
     embedding_scale: float = 1.0
+    ties: bool = False
+    normalize: bool = True
     device: str = "cpu"
     seed: int = 0
     eps: float = 1e-5
@@ -74,6 +77,11 @@ class Case:
                 vectors |= {name: random(a.head_dim, scale=0.1, mean=1.0) for name in ("q_gamma", "k_gamma")}
             if self.sinks:
                 vectors["sinks"] = random(a.heads, scale=1.0)
+            if shape.experts:
+                router = random(shape.experts, shape.hidden, scale=2 * shape.hidden**-0.5).to(self.dtype)
+                if self.ties:
+                    router[1::2] = router[: shape.experts // 2 * 2 : 2]
+                vectors["router"] = router
             size = (count, a.kv_heads, PAGE, a.head_dim)
             vectors |= {"k": random(*size).to(self.dtype), "v": random(*size).to(self.dtype)}
             angles = torch.arange(self.positions)[:, None] * torch.rand(a.head_dim // 2, generator=generator)
@@ -115,6 +123,8 @@ class Case:
         n, k = self.table.shape.rows(name), self.table.shape.columns(name)
         of_product = self.schemes[PRODUCT_NAMES.index(name)] if self.schemes else ("w4a16_g128",)
         scheme = of_product[layer % len(of_product)]
+        if self.table.shape.is_routed(name):
+            return self._experts(name, parse_scheme(scheme), random)
         rows = random(n, k, scale=k**-0.5)
         if scheme == "16":
             rows = rows.to(self.dtype)
@@ -124,6 +134,19 @@ class Case:
             return pack_gated(*parts), alternate(*(part.dequantize().double() for part in parts))
         q = rtn(rows, parse_scheme(scheme))
         return FragmentWeight.pack(q), q.dequantize().double()
+
+    def _experts(self, name, scheme, random):
+        """The weight of all experts, packed, and their matrices [experts, N, K] in float64."""
+        shape = self.table.shape
+        n, k = shape.rows(name), shape.columns(name)
+        n, k = (n // shape.choices, k) if name == "gate_up" else (n, k // shape.choices)
+        rows = [random(n, k, scale=k**-0.5 * (1 + e % 3)) for e in range(shape.experts)]
+        if name == "gate_up":
+            gates, ups = ([rtn(of.chunk(2)[i].contiguous(), scheme) for of in rows] for i in range(2))
+            matrices = [alternate(*(q.dequantize().double() for q in pair)) for pair in zip(gates, ups, strict=True)]
+            return ExpertWeight.pack_gated(gates, ups), torch.stack(matrices)
+        packed = [rtn(of, scheme) for of in rows]
+        return ExpertWeight.pack(packed), torch.stack([q.dequantize().double() for q in packed])
 
     @property
     def forms(self):
@@ -155,7 +178,7 @@ class Case:
             two = int(torch.tensor(2.0).view(torch.int32))
             row["factors"] = two | two << 32
             row["window"] = self._window(layer) or 1 << 30
-            rows.append([row.get(name, 0) for name in FIELDS])
+            rows.append([row.get(name, 0) for name in self.table.shape.fields])
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def _window(self, layer: int) -> int:
@@ -194,9 +217,13 @@ class Case:
             h = rounded(h + product("o", attended) + bias("o"))
             mlp_x, squares = rounded(h * vectors["mlp_gamma"].double()), h.square().sum(1)
             root = 2 / (squares / shape.hidden + self.eps).sqrt()
-            gate, up = (product("gate_up", mlp_x) * root[:, None] + bias("gate_up")).unflatten(1, (-1, 2, 8)).unbind(2)
-            gated = rounded((torch.nn.functional.silu(gate) * up).flatten(1))
-            h = rounded(h + product("down", gated) + bias("down"))
+            if shape.experts:
+                gated, y = self._routed(w, vectors["router"], mlp_x, root, rounded)
+            else:
+                gate, up = (product("gate_up", mlp_x) * root[:, None] + bias("gate_up")).unflatten(1, (-1, 2, 8)).unbind(2)
+                gated = rounded((torch.nn.functional.silu(gate) * up).flatten(1))
+                y = product("down", gated)
+            h = rounded(h + y + bias("down"))
             x, squares = rounded(h * vectors["next_gamma"].double()), h.square().sum(1)
             found.append({"qkv": qkv, "attended": attended, "mlp_x": mlp_x, "gated": gated, "next_x": x})
         logits = None
@@ -204,6 +231,19 @@ class Case:
             logits = x @ self.head_matrix.T * (2 / (squares / shape.hidden + self.eps).sqrt())[:, None]
             logits = logits + self.head_vectors.get("head bias", torch.zeros((), device=self.device)).double()
         return h, x, squares, logits, found
+
+    def _routed(self, w, router, x, root, rounded):
+        """(gated of the chosen experts of all tokens one after another, their weighted sums [M, H])."""
+        logits = x @ router.double().T * root[:, None]
+        rule = RouterRule(self.table.shape.top_k, normalize=self.normalize)
+        experts, weights = choose_reference(logits, None, rule)
+        gated, y = [], torch.zeros_like(x)
+        for token in range(len(x)):
+            for e, weight in zip(experts[token].tolist(), weights[token].double(), strict=True):
+                gate, up = (x[token] @ w["gate_up"][e].T * root[token]).unflatten(0, (-1, 2, 8)).unbind(1)
+                gated.append(rounded((torch.nn.functional.silu(gate) * up).flatten()))
+                y[token] += weight * (gated[-1] @ w["down"][e].T)
+        return torch.cat(gated)[None], y
 
     def _attention(self, qkv: Tensor, vectors: dict[str, Tensor], window: int) -> Tensor:
         a = self.table.shape.attention
@@ -238,9 +278,9 @@ class Case:
         return torch.stack(outputs)
 
     def vector(self, vectors: Tensor, layer: int, name: str, width: int) -> Tensor:
-        """A 16-bit vector [M, width] of a layer in `vectors`."""
+        """A 16-bit vector [M, width] of a layer in `vectors`; "gated" of experts is [1, width]."""
         start = layer * self.table.start("end") + self.table.start(name)
-        count = self.table.shape.tokens * width
+        count = (self.table.shape.x_rows("down") if name == "gated" else self.table.shape.tokens) * width
         return vectors[start : start + count // 2].view(self.dtype).view(-1, width)
 
 
@@ -256,8 +296,10 @@ def alike(scheme: str, head: str | None = None) -> tuple[tuple[str, ...], ...]:
 
 
 def small_table(tokens=1, layers=1, hidden=128, intermediate=128, heads=2, kv_heads=1, head_dim=64, blocks=2, warps=4,
-                schemes=None, vocab=0, windows=False) -> StepTable:  # fmt: skip
+                schemes=None, vocab=0, windows=False, experts=0, top_k=1) -> StepTable:  # fmt: skip
     """A table of a small decoder for a few blocks of a few warps."""
     a = AttentionShape(heads, kv_heads, head_dim, head_dim**-0.5, head_dim, norm_eps=1e-6)
     forms = forms_of_schemes(schemes or alike("w4a16_g128"))
-    return StepTable(StepShape(layers, hidden, intermediate, a, tokens, forms, vocab, windows), blocks, warps)
+    columns = intermediate * (tokens * top_k if experts else 1)
+    shape = StepShape(layers, hidden, columns, a, tokens, forms, vocab, windows, experts, top_k)
+    return StepTable(shape, blocks, warps)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
 
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import AttentionShape
-from lowbit.kernels.choose.decode_step import FIELDS, PRODUCT_NAMES, StepShape, StepTable, UnitForm, step_table
+from lowbit.kernels.choose.decode_step import PRODUCT_NAMES, StepShape, StepTable, UnitForm, step_table
 from tests.kernels.calls import meta
 from tests.kernels.sass import compile_plan
 from tests.kernels.sm90.decode_step_case import Case, alike, forms_of_schemes, small_table
@@ -26,7 +27,8 @@ LOADER_WARPS = 4
 
 def plan_of(case: Case) -> StepPlan:
     return StepPlan(
-        case.table, case.forms, case.dtype, "silu", case.biases, case.head_norms, case.sinks, case.embedding_scale
+        case.table, case.forms, case.dtype, "silu", case.biases, case.head_norms, case.sinks, case.embedding_scale,
+        case.normalize,
     )  # fmt: skip
 
 
@@ -92,6 +94,7 @@ CASES = {
     "heads of 128": ({"head_dim": 128, "heads": 1}, {"contexts": (70,)}),
     "groups of 4": ({"heads": 4}, {"contexts": (65,)}),
     "groups of 6": ({"heads": 6, "hidden": 384}, {"contexts": (65,)}),
+    "groups of 8": ({"heads": 8, "hidden": 512, "layers": 2}, {"contexts": (65,), "head_norms": True}),
     "biases and norms": ({}, {"biases": PRODUCT_NAMES, "head_norms": True, "contexts": (40,)}),
     "bf16": ({}, {"dtype": torch.bfloat16, "contexts": (40,)}),
     "eight rows": ({"tokens": 8, "warps": 8}, {"contexts": (0, 1, 2, 40, 64, 70, 5, 128)}),
@@ -125,6 +128,38 @@ CASES = {
 }
 
 
+EXPERTS = {
+    "two of eight": ({"experts": 8, "top_k": 2, "layers": 2}, {}),
+    "all of three": ({"experts": 3, "top_k": 3, "blocks": 5}, {"contexts": (40,)}),
+    "ties": ({"experts": 10, "top_k": 3, "layers": 2}, {"ties": True}),
+    "one of 40": ({"experts": 40, "top_k": 1}, {"normalize": False}),
+    "softmax over all, bf16": ({"experts": 6, "top_k": 2, "blocks": 3}, {"normalize": False, "dtype": torch.bfloat16}),
+    "experts of two k blocks": ({"experts": 8, "top_k": 3, "intermediate": 256, "blocks": 3, "vocab": 64, "schemes":
+                                 alike("w4a16_g128", "w8a16")}, {"head_norms": True, "contexts": (40,)}),
+    "experts by channel": ({"experts": 8, "top_k": 5, "schemes": alike("w8a16")}, {}),
+    "experts of three k blocks": ({"experts": 5, "top_k": 4, "intermediate": 384, "hidden": 192, "heads": 3, "kv_heads": 3,
+                                   "schemes": alike("w6e3m2a16_g64")}, {}),
+    "experts with zeros": ({"experts": 8, "top_k": 2, "schemes": alike("w4a16_g128_z")}, {}),
+    "experts of two tokens": ({"experts": 8, "top_k": 3, "tokens": 2, "layers": 2}, {"contexts": (5, 70)}),
+    "experts of four tokens": ({"experts": 6, "top_k": 2, "tokens": 4, "intermediate": 256, "blocks": 3, "schemes":
+                                alike("w4a16_g64", "w8a16"), "vocab": 64}, {"contexts": (5, 0, 40, 9), "ties": True}),
+    "experts of two tokens by channel": ({"experts": 4, "top_k": 2, "tokens": 2, "schemes": alike("w8a16"), "blocks": 5},
+                                         {"contexts": (3, 4), "dtype": torch.bfloat16, "normalize": False}),
+    "experts beside 16 bits": (
+        {"experts": 8, "top_k": 2, "schemes": (("16",), ("16", "w8a16"), ("w8a16",), ("w4a16_g64", "w8a16"), ()), "layers": 2},
+        {"biases": ("qkv",)},
+    ),
+}  # fmt: skip
+"""Mixtures of experts."""
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_emulated(name):
+    """As `test_emulated`, with a router and its experts."""
+    shape, options = EXPERTS[name]
+    emulate(small_table(**shape), shape.get("schemes", ()), options)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_emulated(name):
     """The compiled PTX of all blocks in a random order of warps, with late copies, over NaN in shared memory."""
@@ -140,6 +175,15 @@ def test_x_in_parts(monkeypatch):
     table = small_table(**shape, schemes=schemes)
     assert table.parts("down") == 3 and table.parts("qkv") == 1
     emulate(table, schemes, {"contexts": (3, 40)})
+
+
+def test_x_of_experts_in_parts(monkeypatch):
+    """Activations of down of many chosen experts are gathered in parts, too; those of the router are not."""
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.MOST_X_BYTES", 2048)
+    shape = {"tokens": 2, "intermediate": 256, "experts": 6, "top_k": 3, "blocks": 3}
+    table = small_table(**shape)
+    assert table.parts("down") == 2 and table.parts("gate_up") == 1
+    emulate(table, (), {"contexts": (3, 40)})
 
 
 def test_three_row_blocks_at_once(monkeypatch):
@@ -161,9 +205,10 @@ def test_late_weights(monkeypatch):
     emulate(table, schemes, {"contexts": (3,)})
 
 
-def test_a_missing_block_is_reported():
+@pytest.mark.parametrize("shape", [{}, {"experts": 8, "top_k": 3}], ids=["dense", "experts"])
+def test_a_missing_block_is_reported(shape):
     """Where one block does not run, the others end, and the status says what they waited for."""
-    case = Case(small_table())
+    case = Case(small_table(**shape))
     plan, vectors = plan_of(case), torch.empty(case.table.words, dtype=torch.int32)
     object.__setattr__(plan.config, "limit", 600)
     call = arguments(case, vectors, case.layers)
@@ -186,7 +231,11 @@ FORMS = {
 SHAPES = {
     "llama": (4096, 14336, AttentionShape(32, 8, 128, 128**-0.5, 128), 128256),
     "smollm2": (576, 1536, AttentionShape(9, 3, 64, 64**-0.5, 64), 49152),
+    "qwen3 moe": (2048, 8 * 768, AttentionShape(32, 4, 128, 128**-0.5, 128), 151936),
+    "mixtral": (4096, 2 * 14336, AttentionShape(32, 8, 128, 128**-0.5, 128), 32000),
 }
+EXPERTS_OF = {"qwen3 moe": (128, 8), "mixtral": (8, 2)}
+"""Numbers of experts of a layer, and of a token."""
 
 
 @functools.cache
@@ -195,10 +244,15 @@ def compiled(tokens, scheme="w4a16_g128", head="w8a16", dtype=torch.float16, sha
     hidden, intermediate, attention, vocab = SHAPES[shape]
     units, forms = zip(*[*(FORMS[scheme],) * 4, FORMS[head]], strict=True)
     of_products = tuple((unit,) for unit in units)
-    table = StepTable(StepShape(layers, hidden, intermediate, attention, tokens, of_products, vocab), 132)
-    plan = StepPlan(table, tuple((form,) for form in forms), dtype, "silu")
+    experts, top_k = EXPERTS_OF.get(shape, (0, 1))
+    step = StepShape(
+        layers, hidden, intermediate * (tokens if experts else 1), attention, tokens, of_products, vocab, experts=experts,
+        top_k=top_k,
+    )  # fmt: skip
+    table = StepTable(step, 132)
+    plan = StepPlan(table, tuple((form,) for form in forms), dtype, "silu", head_norms=shape == "qwen3 moe")
     call = (
-        meta((layers + 1, len(FIELDS)), torch.int64), meta((table.words,), torch.int32), meta((tokens, hidden), dtype),
+        meta((layers + 1, len(step.fields)), torch.int64), meta((table.words,), torch.int32), meta((tokens, hidden), dtype),
         meta((9,), torch.int32), meta((vocab, hidden), torch.uint8), meta((vocab,), torch.float32), meta((9, 16), torch.int32),
         meta((9,), torch.int32), meta((tokens,), torch.int32), meta((1,), torch.int32), meta((tokens, vocab), dtype), 1e-5,
     )  # fmt: skip
@@ -207,17 +261,21 @@ def compiled(tokens, scheme="w4a16_g128", head="w8a16", dtype=torch.float16, sha
 
 @pytest.mark.parametrize(
     ("tokens", "options"),
-    [(1, {}), (2, {}), (4, {}), (8, {}), (1, {"scheme": "16", "head": "16"}), (1, {"scheme": "w6e3m2a16"}), (1, {"shape":
-    "smollm2", "scheme": "w8a16"})],
+    [
+        *((tokens, {}) for tokens in (1, 2, 4, 8)), (1, {"scheme": "16", "head": "16"}), (1, {"scheme": "w6e3m2a16"}),
+        (1, {"shape": "smollm2", "scheme": "w8a16"}), (1, {"shape": "qwen3 moe"}), (4, {"shape": "qwen3 moe"}),
+        (1, {"shape": "mixtral"}), (1, {"shape": "qwen3 moe", "scheme": "w8a16"}),
+    ],
 )  # fmt: skip
 def test_machine_code(tokens, options):
     """All shared memory is one allocation at address 0 beside the state of roles; nothing is on the stack, or a few
-    words at 8 tokens. A unit of 4 bits takes at most 100 instructions, with those of a wait that fails."""
+    words at 8 tokens or of heads in groups of 8, outside of loops over units. A unit of 4 bits takes at most 100 instructions,
+    with those of a wait that fails."""
     plan, kernel = compiled(tokens, **options)
     table = plan.table
     assert table.shared_bytes <= kernel.shared_bytes <= 227 << 10
     assert kernel.registers * 32 * (table.warps + LOADER_WARPS) <= 1 << 16
-    assert kernel.stack_bytes <= (128 if tokens == 8 else 0)
+    assert kernel.stack_bytes <= (128 if tokens == 8 or table.shape.attention.group == 8 else 0)
     products = [(first, last) for first, last in kernel.loops if any("HMMA" in line for line in kernel.lines[first : last + 1])]
     innermost = [
         loop
@@ -225,6 +283,7 @@ def test_machine_code(tokens, options):
         if not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in products)
     ]
     assert len(innermost) >= 6  # five products, and the tiles of attention
+    assert not any(re.search("LDL|STL", line) for first, last in innermost for line in kernel.lines[first : last + 1])
     of_unit = []
     for first, last in innermost:
         lines = kernel.lines[first : last + 1]
@@ -240,7 +299,15 @@ GPU_SHAPES = {
     "llama": {"hidden": 1024, "intermediate": 3584, "heads": 8, "kv_heads": 2, "head_dim": 128, "layers": 3},
     "qwen": {"hidden": 896, "intermediate": 1152, "heads": 14, "kv_heads": 2, "head_dim": 64, "layers": 2},
     "smollm2": {"hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3, "head_dim": 64, "layers": 3},
-}
+    "qwen3 moe": {
+        "hidden": 2048, "intermediate": 8 * 768, "heads": 16, "kv_heads": 2, "head_dim": 128, "layers": 2, "experts": 16,
+        "top_k": 8,
+    },
+    "mixtral": {
+        "hidden": 1024, "intermediate": 2 * 1792, "heads": 8, "kv_heads": 2, "head_dim": 128, "layers": 2, "experts": 8,
+        "top_k": 2,
+    },
+}  # fmt: skip
 
 
 def gpu_case(name, tokens=1, schemes=None, windows=(), **options):
@@ -250,7 +317,11 @@ def gpu_case(name, tokens=1, schemes=None, windows=(), **options):
     )
     attention = AttentionShape(heads, kv_heads, dim, dim**-0.5, dim, norm_eps=1e-6)
     vocab = 5008 if schemes[4] else 0
-    step = StepShape(layers, hidden, intermediate, attention, tokens, forms_of_schemes(schemes), vocab, bool(windows))
+    experts, top_k = (GPU_SHAPES[name].get(key, default) for key, default in (("experts", 0), ("top_k", 1)))
+    step = StepShape(
+        layers, hidden, intermediate * (tokens if experts else 1), attention, tokens, forms_of_schemes(schemes), vocab,
+        bool(windows), experts, top_k,
+    )  # fmt: skip
     table = step_table(step, machine_of("cuda"))
     return remembered(Case(table, schemes, windows=windows, device="cuda", **options))
 
@@ -263,7 +334,7 @@ def on_a_gpu(case, largest):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", GPU_SHAPES)
+@pytest.mark.parametrize("name", ["llama", "qwen", "smollm2"])
 @pytest.mark.parametrize("contexts", [(0,), (1,), (129,), (1000,), (5, 700), (0, 127, 128, 2000)], ids=str)
 def test_on_a_gpu(name, contexts):
     options = {"biases": ("qkv",), "head_norms": True} if name == "qwen" else {}
@@ -291,9 +362,28 @@ def test_forms_on_a_gpu(name, dtype):
 
 
 @pytest.mark.gpu
-def test_equal_bits_on_a_gpu():
+@pytest.mark.parametrize("name", ["qwen3 moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "contexts"),
+    [
+        ("w4a16_g128", torch.float16, (700,)),
+        ("w8a16", torch.bfloat16, (700,)),
+        ("w6e3m2a16_g64", torch.float16, (700,)),
+        ("w4a16_g128", torch.float16, (5, 900, 64, 0)),
+    ],
+    ids=str,
+)
+def test_experts_on_a_gpu(name, scheme, dtype, contexts):
+    options = {"head_norms": True, "normalize": name == "mixtral"}
+    case = gpu_case(name, len(contexts), schemes=alike(scheme, "w8a16"), contexts=contexts, dtype=dtype, **options)
+    on_a_gpu(case, 2e-3 if dtype == torch.float16 else 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
+def test_equal_bits_on_a_gpu(name):
     """1,000 launches give the same bits, also beside a stream that loads the memory."""
-    case = gpu_case("llama", contexts=(1000,))
+    case = gpu_case(name, contexts=(1000,))
     plan, layers, table = plan_of(case), case.layers, case.table
     vectors, first = torch.zeros(table.words, dtype=torch.int32, device="cuda"), None
     side, large = torch.cuda.Stream(), torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")

@@ -20,7 +20,7 @@ def taps(bits, row_bytes, boxes=1):
     return StripTaps(strips, StageBarriers(40032, 1, 4), 39936, 2048, 30000, ROWS, row_bytes, 9 * 4096, bits, boxes)
 
 
-@pytest.mark.parametrize(("bits", "row_bytes"), [(4, 32), (8, 64)])
+@pytest.mark.parametrize(("bits", "row_bytes"), [(4, 32), (4, 64), (8, 64), (8, 128)])
 def test_a_tap_is_loaded_as_it_lies(bits, row_bytes):
     part = taps(bits, row_bytes)
     rows = torch.randint(0, 256, (2, ROWS, row_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
