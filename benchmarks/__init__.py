@@ -1,6 +1,7 @@
-"""Benchmarks whose tables and plots are generated from result files; `python -m benchmarks --help` lists them.
+"""Benchmarks. Their tables and plots are generated from result files; `python -m benchmarks --help` lists them.
 
-The wheel does not contain them; it has `lowbit bench MODEL` and `lowbit tune`. lowbit/tune/timing.py times a call.
+The wheel does not contain this folder; it has `lowbit bench MODEL` and `lowbit tune`. lowbit/tune/timing.py times a call, for
+these benchmarks and for `lowbit tune`.
 
 request.py    what to measure: schemes, shapes N x K, numbers of rows M
 limits.py     the bytes and operations a product cannot avoid, and the time they take at the measured ceilings

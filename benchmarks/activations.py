@@ -74,8 +74,8 @@ class ActivationRow:
 
 @dataclass(frozen=True)
 class ProductRow:
-    """A product of x [m, k] and w [k, k] under a scheme: microseconds of the product of codes, of quantizing 16-bit x, and
-    of both in sequence."""
+    """A product of x [m, k] and w [k, k] under a scheme. It has the microseconds of three timings: the product of quantized x
+    and w, quantizing 16-bit x, and both in sequence."""
 
     scheme: str
     m: int
@@ -96,7 +96,8 @@ def copy_bandwidth() -> float:
 
 
 def measure_activations(rows: tuple[int, ...], columns: tuple[int, ...], dtype: torch.dtype) -> Iterator[ActivationRow]:
-    """Measures every operation on every shape on the current GPU. The inputs together exceed 3 times the L2."""
+    """Measures every operation on every shape on the current GPU. The calls of a graph read different inputs, at most
+    MOST_INPUTS, so that together they exceed 3 times the L2."""
     for k in columns:
         w = gaussian(1, k, seed=1, dtype=dtype)[0]
         for m in rows:
@@ -110,7 +111,7 @@ def measure_activations(rows: tuple[int, ...], columns: tuple[int, ...], dtype: 
 
 
 def _measure(operation: Operation, inputs: list[Tensor], others: list[Tensor], w: Tensor) -> ActivationRow:
-    """Returns one row. Raises WrongResult unless the codes equal those of the CPU, except for a few ties."""
+    """Returns one row. Raises WrongResult if more than one in a thousand codes differs from the CPU's; a few differ at ties."""
     m, k = inputs[0].shape
     got = operation.call(inputs[0][:8], others[0][:8], w)
     wanted = operation.call(inputs[0][:8].cpu(), others[0][:8].cpu(), w.cpu())

@@ -36,7 +36,8 @@ def pieces(request: GemmRequest) -> list[GemmRequest]:
 
 
 def compile_ahead(request: GemmRequest, builds: Sequence[Build]) -> None:
-    """Computes every product of the request once with each of `builds`, which are module-level functions.
+    """Computes every product of the request once with each of `builds`. These are module-level functions, since they are
+    pickled for other processes.
 
     Failures are ignored here; they occur again, with a reason in the row, when the product is timed.
     """

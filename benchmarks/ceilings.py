@@ -16,12 +16,13 @@ from lowbit.tune.timing import Graph, WrongResult, failures, gaussian, reason
 
 READ_BYTES = 4 << 30
 GRIDS = ((2048, 4, 4), (2048, 4, 8), (4096, 4, 4), (4096, 8, 2), (4096, 8, 4), (8192, 8, 2), (8192, 8, 4), (16384, 16, 1))
-"""(int32 values per tile, warps, programs per SM): 16 to 32 values per thread are 4 to 8 loads of 16 bytes in flight."""
+"""Grids of `read_kernel`: int32 values per tile, warps, programs per SM. Each thread reads 16 to 32 values per tile, so 4 to 8
+loads of 16 bytes are in flight."""
 
 
 @triton.jit
 def read_kernel(x, out, programs, tiles_each, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out[program] = sum of the int32 values of tiles program, program + programs, ... of x; it wraps around."""
+    """out[program] = sum of the int32 values in tiles `program`, `program + programs`, ... of x, modulo 2^32."""
     program = tl.program_id(0)
     offsets = tl.arange(0, TILE)
     total = tl.zeros((TILE,), tl.int32)
@@ -77,14 +78,14 @@ def fp16_flops(size: int = 8192) -> float:
 
 
 def measured_ceilings() -> tuple[Ceilings, dict[str, Any]]:
-    """Returns the ceilings, and their form in a result file."""
+    """Returns the ceilings, and the entries of a result file that state them."""
     bandwidth, grid = read_bandwidth()
     flops = fp16_flops()
     return Ceilings(bandwidth, flops), {"read_bytes_per_s": bandwidth, "fp16_flops": flops, "read_kernel": grid}
 
 
 def cublas_rows(shapes: Sequence[tuple[int, int]], rows: Sequence[int], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Yields the row of torch.matmul in fp16 for each shape (N, K) and M."""
+    """Passes the row of torch.matmul in fp16 to `emit`, for each shape (N, K) and M."""
     for n, k in shapes:
         blanks = [blank_row("cublas", None, (n, k), m, "float16") for m in rows]
         try:

@@ -1,8 +1,8 @@
 """`python -m benchmarks choice`: time of the chosen tile relative to the best tile that lowbit/tune/trials.py tries.
 
-The gap of a product is the time of its chosen tile divided by the time of the fastest one. Tried are the tiles with the lowest
-modelled cost, the best of each kind, neighbours that the choice does not consider, and tiles chosen for more tokens, since
-tokens can be padded.
+The gap of a product is the time of its chosen tile divided by the time of the fastest one. The candidates are the tiles with
+the lowest modelled cost, the best of each kind, and neighbours that the choice does not consider. Tiles chosen for more tokens
+are candidates too, since tokens can be padded.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ PROTOCOL = (
 
 
 def chosen_now(row: dict[str, Any], machine: Machine) -> str:
-    """The tile that is chosen today for a row of a result file, as it would be written there."""
+    """Returns the name of the tile that the current code chooses for a row's product, in the notation of the result file."""
     return written(products_of(row["scheme"], machine).feasible(row["m"], row["n"], row["k"])[0].tile, TILES)
 
 
 def as_chosen_now(rows: Sequence[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
-    """Returns the rows whose tile of today was timed, with that tile as the chosen one."""
+    """Returns the rows in which the currently chosen tile was timed. Their `chosen` is replaced by this tile."""
     now = [{**row, "chosen": chosen_now(row, machine)} for row in rows]
     return [row for row in now if row["chosen"] in row["us"]]
 

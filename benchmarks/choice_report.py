@@ -20,9 +20,9 @@ CHOICE = "lowbit bench choice"
 MEAN_REGRET, WORST_REGRET = 1.02, 1.08
 """Allowed mean and worst gap on weights that were not used for tuning."""
 RISE = 1.03
-"""Largest allowed ratio of the time with fewer tokens to the time with more tokens; smaller ratios are noise."""
+"""A product may take at most this many times as long as the same weight with more tokens. Smaller ratios are noise."""
 BESIDE_CUBLAS_M, BESIDE_CUBLAS_NK = 128, 2048
-"""Smallest M, and smallest N and K, of products that must not be slower than cuBLAS."""
+"""Products with at least this M, and at least this N and K, must not be slower than cuBLAS."""
 WORST = 12
 """Number of rows in a list of the worst."""
 
@@ -46,7 +46,7 @@ def chosen(row: Row) -> str:
 
 
 def timed(rows: Iterable[Row], chooser: Chooser = chosen) -> Iterator[tuple[Row, float]]:
-    """Returns the rows whose tile was timed, with its microseconds."""
+    """Yields the rows in which the selected tile was timed, each with that tile's microseconds."""
     for row in rows:
         us = row["us"].get(chooser(row))
         if us is not None:
@@ -54,14 +54,14 @@ def timed(rows: Iterable[Row], chooser: Chooser = chosen) -> Iterator[tuple[Row,
 
 
 def regrets(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[float, Row]]:
-    """Returns the gap of each row, the time of its tile divided by that of the fastest one, worst first."""
+    """Returns (gap, row), worst first. The gap is the time of the row's selected tile divided by that of its fastest tile."""
     found = [(us / min(row["us"].values()), row) for row, us in timed(rows, chooser)]
     return sorted(found, key=lambda each: -each[0])
 
 
 def falls(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[float, Row, Row]]:
-    """Returns (ratio, row, row with more tokens) where a product takes more than `RISE` times as long as one of the same
-    weight with more tokens. One entry per row, worst first."""
+    """Returns (ratio, row, row with more tokens) for each product that takes more than `RISE` times as long as the same weight
+    with more tokens. Each row has one entry, with its largest ratio; worst first."""
     weights: dict[tuple[str, int, int], list[tuple[Row, float]]] = {}
     for row, us in timed(rows, chooser):
         weights.setdefault((row["scheme"], row["n"], row["k"]), []).append((row, us))
@@ -76,7 +76,7 @@ def falls(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[float, R
 
 
 def beside_cublas(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[float, Row]]:
-    """Returns the speedups over cuBLAS in fp16 of the rows that must not be slower, slowest first."""
+    """Returns (speedup over cuBLAS in fp16, row) of the rows that must not be slower than cuBLAS, slowest first."""
     large = [row for row in rows if row["m"] >= BESIDE_CUBLAS_M and min(row["n"], row["k"]) >= BESIDE_CUBLAS_NK]
     held = [row for row in large if row["cublas_us"]]
     return sorted(((row["cublas_us"] / us, row) for row, us in timed(held, chooser)), key=lambda each: each[0])

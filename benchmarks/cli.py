@@ -130,7 +130,7 @@ def experts(
     ] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
 ) -> None:
-    """Time the expert block of a layer on this GPU (route, gate and up, down, sum), as a share of the limit of the experts
+    """Time the expert block of a layer on this GPU (route, gate and up, down, sum). Its limit is the time to read the experts
     used.
 
     Needs an NVIDIA GPU. The first call of each row is checked against a float64 layer. The file is complete after every row.
@@ -172,8 +172,9 @@ def choice(
 ) -> None:
     """Time the chosen tile and all reasonable others, for weights of twelve models: gap to the best, and time by tokens.
 
-    Needs an H100 or H200. Weights are whole, halves and quarters. One half of them is for tuning the choice, the other half for
-    judging it; the order is mixed. The file is written at intervals and at the end, so Ctrl-C keeps what was measured.
+    Needs an H100 or H200. Weights are whole, halves and quarters. Half of the weights are for tuning the choice, the other half
+    for judging it. The two halves alternate in the run. The file is written at intervals and at the end, so Ctrl-C keeps what
+    was measured.
 
     Example: python -m benchmarks choice --models Llama-3-8B --schemes w4a16_g128 --tokens 1,16,64,256
     """
@@ -445,8 +446,8 @@ def features(
 ) -> None:
     """Time what LoRA adapters, JSON schemas, guessed tokens, and prompts beside decoding cost the engine.
 
-    Steps are of a language model with random weights in a known shape; guesses are of a real model. The file is complete after
-    every row.
+    Steps are timed with a language model of random weights in a known shape. Guesses are measured with a real model. The file
+    is complete after every row.
 
     Example: python -m benchmarks features --parts verify,lora
     """
@@ -495,8 +496,8 @@ def tensor_parallel(
 ) -> None:
     """Time decode steps of a language model (random weights in a known shape) on one GPU and on several of this machine.
 
-    On several GPUs partial sums are added over peer memory and, as a second row, by NCCL. torch's peer memory serves one group
-    of GPUs in a process, so that give one number of GPUs above 1.
+    On several GPUs partial sums are added over peer memory and, as a second row, by NCCL. torch's peer memory serves only one
+    group of GPUs per process, so give at most one number of GPUs above 1.
 
     Example: python -m benchmarks tensor-parallel --model Llama-2-70B --scheme w6e3m2a16 --gpus 1,2 --batches 1
     """
@@ -582,7 +583,8 @@ def load(
         raise ValueError(f"--dir is a folder, {folder} is none")
     scheme_names = tuple(None if part == "none" else parse_scheme(part).name for part in schemes.split(",") if part.strip())
     target = torch_device(device)
-    head_scheme = None if head == "none" or target.type == "cpu" else parse_scheme(head).name  # like `lowbit.pipeline`
+    # the same rule as in `lowbit.pipeline`
+    head_scheme = None if head == "none" or target.type == "cpu" else parse_scheme(head).name
     config = LoadConfig(model, kind_names, scheme_names, head_scheme, dtype, target, layers, repeats, folder)
     from lowbit.progress import Progress
 
@@ -617,14 +619,16 @@ def mechanisms(
     ] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
 ) -> None:
-    """Measure why the kernels are fast: each mechanism with and without, in a loop over registers or in a whole product.
+    """Measure why the kernels are fast. Each mechanism is timed on and off, in a loop over registers or in a whole product.
 
-    Measured are: conversions of codes by cast and by logic, with and without the shift of exponents, FP6 in segments of 4 + 2
+    The parts are: conversions of codes by cast and by logic, with and without the shift of exponents, FP6 in segments of 4 + 2
     bits; scales before or after the product; order of tiles, stages, split-K, sliced-K; one kernel or two; fp8 sums that stay
     in the tensor core; hardware counters (needs ncu); channels of convolutions. docs/internals/mechanisms.md explains the rows.
+
     A run takes about three minutes on an H100 or H200. The file is complete after every row, so Ctrl-C keeps what was measured.
 
     Example: python -m benchmarks mechanisms --parts conversions,scales
+
     Example, without a GPU: python -m benchmarks mechanisms --report benchmarks/results/h200/2026-11-23-mechanisms.json
     """
     load_layers()

@@ -46,12 +46,13 @@ PROMPT, OUTPUT = 1024, 64
 """Tokens of the timed prompt, and tokens that a whole request generates."""
 
 PRODUCTS = KINDS["products"]
-"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's, and cuBLAS's split-K reduction."""
+"""Parts of the names by which kernels that multiply by weights are recognised: this library's, cuBLAS's, and cuBLAS's split-K
+reduction."""
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 RIVALS: dict[str, dict[str, Any]] = {"eager": {}, "static": {"cache_implementation": "static"}}
-"""Arguments of Transformers' `generate`. A static cache makes it compile the model."""
+"""Arguments of Transformers' `generate`, by name of the rival. With a static cache, `generate` compiles the model."""
 
 PROTOCOL = (
     "Gaussian weights in the shape of the model, each layer in memory of its own; keys and values Gaussian, stored as "
@@ -136,7 +137,7 @@ def _rows_of(
     except failures() as error:
         yield {**blank, **nothing, "impl": "lowbit", "batch": None, "context": None, "error": reason(error)}
         return
-    # 16-bit weights are the baseline: with keys and values in the first format, which is 16 bits unless one asks otherwise.
+    # 16-bit weights are the baseline. They are timed with the first format of keys and values only, 16 bits by default.
     for kv in config.kv if scheme else config.kv[:1]:
         stored = blank if not parse_kv(kv).quantized else {**blank, "kv_dtype": kv}
         said = f"{model}, {name}, keys and values in {stored['kv_dtype']}"
@@ -153,7 +154,7 @@ def _rows_of_engine(
     model: PreTrainedModel, kv: str, blank: dict[str, Any], config: E2EConfig, bandwidth: float, said: str,
     progress: ProgressCallback,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yields the rows of one model and one format of keys and values; `blank`: what they have in common."""
+    """Yields the rows of one model and one format of keys and values. `blank` has the columns that all rows share."""
     cases = [(batch, context) for context in config.contexts for batch in config.batches]
     try:
         engine = engine_for(model, cases, kv)
@@ -176,7 +177,8 @@ def _rows_of_engine(
 
 
 def dtype_of(model: str) -> str:
-    """The dtype in which a shape is measured by default: bf16 for mixtures of experts, whose 16-bit products take no other."""
+    """Returns the default dtype of a shape. It is bf16 for mixtures of experts, since their 16-bit products support no other
+    dtype."""
     return "bfloat16" if experts_per_token(SHAPES[model]()) else "float16"
 
 
@@ -196,7 +198,7 @@ def engine_for(model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]], kv:
 
 
 def fill(pages: KVPages) -> None:
-    """Fills the pages of a layer with Gaussian keys and values: all pages are copies of one."""
+    """Fills the pages of a layer with Gaussian keys and values. All pages are copies of one page."""
     places = torch.arange(PAGE, device=pages.k.device)
     k, v = torch.randn(2, PAGE, pages.kv_heads, pages.head_dim, device=pages.k.device)
     pages.write(torch.zeros_like(places), places, k, v)
@@ -206,9 +208,8 @@ def fill(pages: KVPages) -> None:
 
 
 def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
-    """Assigns random tokens and random pages to the first slots, enough for `context` + `tokens` tokens. Raises ValueError if
-    there are too few.
-    """
+    """Prepares the first `batch` slots: random first tokens, position `context`, and random pages for `context` + `tokens`
+    tokens. Raises ValueError if there are too few pages."""
     each, count = pages_for(context + tokens), engine.scheduler.pages.count - 1
     if batch * each > count:
         raise ValueError(f"keys and values of {batch} x {context} tokens take {batch * each:,} pages, {count:,} fit")
@@ -221,7 +222,7 @@ def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
 
 
 class RoutingCounts(TorchDispatchMode):
-    """Notes how many experts each router under it hits: `hit`, tensors of one number."""
+    """Counts the experts hit in each call of a router inside this context. `hit` has a tensor with one number per call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +237,8 @@ class RoutingCounts(TorchDispatchMode):
 
 @torch.inference_mode()
 def experts_of_a_step(engine: Engine, model: PreTrainedModel, batch: int, context: int) -> dict[str, float]:
-    """The experts of a layer that a step is expected to hit, and the mean over the layers of one step; {} without experts."""
+    """Returns the number of experts of a layer that a step is expected to hit, and the measured mean over the layers of one
+    step. Returns {} for models without experts."""
     top_k = experts_per_token(model.config)
     if not top_k:
         return {}
@@ -252,7 +254,8 @@ def experts_of_a_step(engine: Engine, model: PreTrainedModel, batch: int, contex
 
 @torch.inference_mode()
 def _better(engine: Engine, batch: int, context: int, held: float, bandwidth: float) -> dict[str, Any]:
-    """Returns the faster step of 16-bit weights, by the small-M kernel or by cuBLAS, and the other one's time."""
+    """Measures a step of 16-bit weights by cuBLAS and, where it takes the batch, by the small-M kernel. Returns the row of the
+    faster one, with the time of the other."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
     chain, found = program.chain, dict[str, dict[str, Any]]()
@@ -268,11 +271,12 @@ def _better(engine: Engine, batch: int, context: int, held: float, bandwidth: fl
     return {**found[first], "products": first, "other_ms_per_token": found[others[0]]["ms_per_token"] if others else None}
 
 
-@torch.inference_mode()  # as in an engine's own steps, which may have captured the graph
+@torch.inference_mode()  # an engine's own steps run in this mode, and they may have captured the graph
 def _decode(
     engine: Engine, batch: int, context: int, held: float, bandwidth: float, steps: DecodeRunner | None = None
 ) -> dict[str, Any]:
-    """Returns the row of a decode step of a batch at a context: time, limit, kernels. held: bytes of weights that it reads."""
+    """Returns the row of a decode step of a batch at a context: time, limit, kernels. `held` is the bytes of weights that the
+    step reads."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
     place(engine, batch, context, 4 * REPLAYS)
@@ -294,8 +298,8 @@ def _decode(
 
 
 def kv_bytes(program: DecodeProgram, context: int) -> float:
-    """Bytes of keys and values that a step reads for a request with `context` tokens before it: of layers with a window, those
-    within it."""
+    """Returns the bytes of keys and values that a step reads for a request with `context` earlier tokens. A layer with a window
+    reads at most the tokens in its window."""
     spec = program.cache_spec
     tokens = sum(min(context, layer.shape.window or context) for layer in program.layers)
     return tokens * spec.page_bytes / PAGE / spec.layers
@@ -316,8 +320,8 @@ def times_us(step: DecodeStep) -> list[float]:
 
 
 Timeline = list[tuple[str, float, float]]
-"""Kernels in the order of their ends: name, microseconds from start to end, and microseconds after the end of the previous
-kernel."""
+"""(name, microseconds from start to end, microseconds after the end of the previous kernel) of each kernel, in the order of
+their ends."""
 
 
 def timeline(launch: Callable[[], object]) -> Timeline:
@@ -346,7 +350,8 @@ def by_name(kernels: Timeline) -> dict[str, tuple[int, float, float]]:
 
 
 def one_layer(kernels: Timeline) -> list[tuple[str, float]]:
-    """Returns the kernels of a layer, starting before attention, with the microseconds that each adds (median over layers)."""
+    """Returns the kernels of one layer, from the kernel before attention on, with the microseconds that each adds (median over
+    layers)."""
     at = [i for i, (name, _, _) in enumerate(kernels) if "attention" in name]
     if len(at) < 3 or at[0] == 0:
         return []
@@ -416,7 +421,7 @@ def _rivals(model: PreTrainedModel, config: E2EConfig, progress: ProgressCallbac
 
 @torch.inference_mode()
 def _generate_ms(model: PreTrainedModel, batch: int, context: int, **options: Any) -> float:
-    """Returns milliseconds per token of `generate`: the time of 16 tokens minus that of 8."""
+    """Returns milliseconds per token of `generate`, from the time of 16 tokens minus the time of 8."""
     ids = torch.randint(model.config.vocab_size, (batch, context), device="cuda")
 
     def seconds(count: int) -> float:

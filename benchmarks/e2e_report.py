@@ -67,7 +67,8 @@ def _step_table(document: dict[str, Any], rows: list[dict[str, Any]], context: i
 
 
 def _python_table(rows: list[dict[str, Any]]) -> Table:
-    """Returns the table of steps and prompts timed from Python, for any context."""
+    """Returns the table of what was timed from Python: a row for each weights and number of users, of the first context that
+    has one."""
     table = narrow_table(
         ("weights",), ("users", "ms a token", "prompt tokens/s", "in products"), f"{rows[0]['model']}: from Python"
     )
@@ -79,7 +80,7 @@ def _python_table(rows: list[dict[str, Any]]) -> Table:
                 key[0], str(key[1]), f"{wall:.3f}" if wall else "-", f"{rate:,.0f}" if rate else "-",
                 f"{100 * share:.0f} %" if share else "-",
             )  # fmt: skip
-        seen.add(key)
+            seen.add(key)
     return table
 
 
@@ -94,15 +95,15 @@ def failed(document: dict[str, Any]) -> list[str]:
 
 
 def _weights(row: dict[str, Any]) -> str:
-    """Returns the scheme, or "16 bits" with the library of its products, the format of keys and values unless they have 16
-    bits, and the name of another generation loop."""
+    """Returns the row's scheme, or "16 bits" and the library of the products. Also names the format of keys and values unless
+    they have 16 bits, and the generation loop unless it is lowbit's."""
     products, impl = row.get("products"), row["impl"].removeprefix("transformers ")
     details = (products, stored_kv(row), None if impl == "lowbit" else impl)
     return ", ".join([row["scheme"] or "16 bits", *filter(None, details)])
 
 
 def stored_kv(row: dict[str, Any]) -> str:
-    """Returns the format of a row's keys and values, or nothing for 16 bits."""
+    """Returns the format of a row's keys and values; an empty string for 16 bits."""
     kv = row.get("kv_dtype") or "float16"
     return "" if kv in ("float16", "bfloat16") else f"KV {kv}"
 
@@ -172,7 +173,7 @@ def _users(axis: Any, rows: list[dict[str, Any]], title: str, theme: Theme) -> N
 
 
 def _line_of(row: dict[str, Any]) -> tuple[str | None, str, str | None]:
-    """Returns what a line of the plot is for: scheme, loop, and the type of keys and values."""
+    """Returns what distinguishes the lines of a plot: scheme, implementation, and the type of keys and values."""
     return row["scheme"], row["impl"], row.get("kv_dtype")
 
 

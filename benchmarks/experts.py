@@ -50,9 +50,9 @@ TRIED = 8
 MOST_CALLS = 64
 """Largest number of calls in a graph; each has its own routing."""
 READ_BYTES = 4 << 30
-"""Bytes of the copies of a layer that the calls read in turn. In a model the other layers lie between two reads of one. With
-one copy of 750 MB, larger than the L2, a down product of Mixtral-8x7B with 32 KiB in flight took 66 us at 16 tokens, and 103
-in a model (H200, 2026-11-28)."""
+"""Bytes of all copies of a layer together; the calls read the copies in turn. In a model, all other layers are read before a
+layer is read again. A single copy is too fast, even if it is larger than the L2: with one of 750 MB, a down product of
+Mixtral-8x7B with 32 KiB in flight took 66 us at 16 tokens, and 103 us in a model (H200, 2026-11-28)."""
 
 PROTOCOL = (
     "Time per call inside one CUDA graph of many calls, each with logits and x of its own, so that other experts are hit. The "
@@ -97,8 +97,9 @@ TOKENS = (1, 4, 16, 64, 256, 1024)
 class ExpertRequest:
     """What is measured: models and schemes by name, token counts.
 
-    `tiles`: candidates of each product too. `torch16`: torch's 16-bit experts too. `marlin`: vLLM's Marlin experts too, from
-    the operator library of an installed vLLM wheel. `tile_rows`: rows per tile of the routing; 0 takes `tile_rows_for`.
+    `tiles`: candidate tiles of each product are timed too. `torch16`: torch's 16-bit experts are timed too. `marlin`: vLLM's
+    Marlin experts are timed too; they need the operator library of an installed vLLM wheel. `tile_rows`: rows per tile of the
+    routing; 0 means `tile_rows_for`.
     """
 
     models: tuple[str, ...]
@@ -134,7 +135,7 @@ def make_request(
 
 
 def layer_bytes(layer: ExpertLayer, scheme: str | None) -> float:
-    """Returns the bytes of one expert's codes and scales; of its 16-bit weights if `scheme` is None."""
+    """Returns the bytes of one expert's codes and scales, or of its 16-bit weights if `scheme` is None."""
     parsed = None if scheme is None else parse_scheme(scheme)
     return weight_bytes(parsed, 2 * layer.size, layer.hidden) + weight_bytes(parsed, layer.hidden, layer.size)
 
@@ -203,7 +204,7 @@ def route_once(layer: ExpertLayer, logits: Tensor, tile_rows: int) -> Routing:
 
 
 def make_inputs(layer: ExpertLayer, tokens: int, calls: int, tile_rows: int) -> list[Inputs]:
-    """Returns the inputs of `calls` calls, each with other random experts."""
+    """Returns inputs for `calls` calls. Each has its own random x and logits, so that each call uses other experts."""
     generator = torch.Generator("cuda").manual_seed(2)
     made = []
     for _ in range(calls):
@@ -214,15 +215,15 @@ def make_inputs(layer: ExpertLayer, tokens: int, calls: int, tile_rows: int) -> 
 
 
 def code_bits(scheme: str | None) -> int:
-    """Bits of a code of a scheme, 16 without one."""
+    """Returns the bits of a scheme's codes; 16 if `scheme` is None."""
     parsed = None if scheme is None else parse_scheme(scheme).weight
     return 16 if parsed is None else parsed.bits
 
 
 def calls_needed(layer: ExpertLayer, scheme: str | None, tokens: int, l2: int) -> tuple[int, int]:
-    """Returns (number of calls, number of copies of the layer). The copies have READ_BYTES, each is read by a call, and the
-    down products of the calls, a third of the bytes, together read 3 times the L2 size.
-    """
+    """Returns (number of calls, number of copies of the layer), each at most MOST_CALLS. The copies together have READ_BYTES,
+    and every copy is read by a call. A third of the bytes are those of down products; in all calls together, these exceed 3
+    times the L2 size."""
     one = layer_bytes(layer, scheme)
     hit = layer.experts * (1 - (1 - layer.top_k / layer.experts) ** tokens)
     copies = min(MOST_CALLS, math.ceil(READ_BYTES / (layer.experts * one)))
@@ -246,7 +247,8 @@ def block_reference(layer: ExpertLayer, w: Weights, inputs: Inputs) -> Tensor:
 
 
 def median_us(calls: Sequence[Callable[[], Tensor]]) -> tuple[float, Tensor]:
-    """Returns the microseconds per call, and the first call's output in a replay with poisoned outputs."""
+    """Returns the median microseconds per call, and the output of the first call. This output is from a replay before which all
+    outputs were filled with NaN."""
     graph = capture(calls)
     us = statistics.median(graph.times_us(REPLAYS))
     return us, graph.poisoned_outputs()[0].clone()
@@ -317,7 +319,8 @@ def torch16_row(layer: ExpertLayer, inputs: Sequence[Inputs]) -> dict[str, Any]:
 
 
 def marlin_experts(layer: ExpertLayer, scheme: str) -> MarlinExperts:
-    """Returns vLLM's Marlin experts with a layer's weights. Raises ValueError for layers that they are not called for here."""
+    """Returns vLLM's Marlin experts with a layer's weights. Raises ValueError unless the layer has a SiLU gate and no biases,
+    and the scheme is w4a16_g128."""
     from benchmarks.experts_rivals import MarlinExperts
 
     if layer.gate != "silu" or layer.bias or scheme != "w4a16_g128":
@@ -362,7 +365,7 @@ class Trial:
 
 
 def trials_of(layer: ExpertLayer, weights: Sequence[Weights], inputs: Sequence[Inputs], scheme: str) -> list[Trial]:
-    """Returns the trials of each product: the chosen tile and the next candidates. The cost model is fitted to their times."""
+    """Returns the trials of each product: the chosen tile and the next candidates. Their times serve to fit the cost model."""
     machine, tokens, rows = machine_of("cuda"), len(inputs[0].x), inputs[0].routing.tile_rows
     slots, made = tokens * layer.top_k, []
     for part, gate, per_slot, k in (("gate_up", layer.gate, False, layer.hidden), ("down", "none", True, layer.size)):

@@ -21,10 +21,11 @@ from torch import Tensor
 from lowbit.formats import QuantTensor
 
 UINT4B8 = 4 << 8 | 8 << 17 | 1 << 50
-"""vLLM's number of the type of 4-bit codes with an offset of 8: bits of the mantissa from bit 8 on, the bias from bit 17 on."""
+"""vLLM's id of the scalar type of 4-bit codes with a bias of 8. Bits 8 and up hold the number of mantissa bits, bits 17 and up
+the bias, and bit 50 the kind of NaN."""
 
 BLOCK_ROWS = (8, 16, 32, 48, 64)
-"""Rows per block of sorted slots that vLLM chooses from."""
+"""Possible numbers of rows per block of sorted slots; vLLM chooses one of them."""
 
 
 @functools.cache
@@ -44,8 +45,9 @@ def load() -> str:
 
 @functools.cache
 def _code_order() -> Tensor:
-    """Order of the 1,024 codes of 16 rows of K and 64 channels, each 16 x 16 tile in row-major order: a thread of mma.sync gets
-    its 8 codes of one word, those of neighbouring rows 16 bits apart."""
+    """Returns the order in which Marlin stores 1,024 codes of 16 rows of K and 64 channels. Before, each of the four 16 x 16
+    tiles is in row-major order. Afterwards, each thread of mma.sync has its 8 codes of a tile in one word, in which codes of
+    neighbouring rows are 16 bits apart."""
     order = []
     for lane in range(32):
         column, row = lane // 4, lane % 4 * 2
@@ -55,7 +57,7 @@ def _code_order() -> Tensor:
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Returns int32 [K / 16, 2 N] of codes [N, K] from 0 to 15."""
+    """Packs codes [N, K] from 0 to 15 into int32 [K / 16, 2 N], in Marlin's order."""
     n, k = codes.shape
     tiles = codes.T.reshape(k // 16, 16, n // 16, 16).transpose(1, 2).reshape(k // 16, n // 64, 1024)
     ordered = tiles[:, :, _code_order().to(codes.device)].view(k // 16, 2 * n, 8).long()
@@ -64,7 +66,7 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 
 def pack_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns scales [groups, N] in the kernel's order, of [N, groups] with several groups."""
+    """Returns scales [N, groups] as [groups, N], in the order of the kernel for more than one group."""
     order = [i + 8 * j for i in range(8) for j in range(8)]
     n, groups = scale.shape
     return scale.T.reshape(-1, 64)[:, order].reshape(groups, n).to(dtype).contiguous()
@@ -75,8 +77,8 @@ def _parts(q: QuantTensor) -> tuple[Tensor, Tensor]:
 
 
 class MarlinExperts:
-    """The experts of a layer of int4 codes without zeros, in groups, for bf16 x and a gate of SiLU. Matrices are read once, one
-    after another."""
+    """The experts of a layer for vLLM's Marlin kernels: int4 codes in groups without zeros, bf16 x, a SiLU gate. The given
+    sequences are read once, one matrix after another."""
 
     def __init__(
         self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], down: Sequence[QuantTensor], top_k: int, normalize: bool
@@ -101,7 +103,7 @@ class MarlinExperts:
         return made
 
     def __call__(self, x: Tensor, logits: Tensor, residual: Tensor) -> Tensor:
-        """Returns the block's output for x [T, hidden] and router logits [T, experts], + residual [T, hidden]."""
+        """Returns the block's output for x [T, hidden] and router logits [T, experts], plus the residual [T, hidden]."""
         tokens, slots = len(x), len(x) * self.top_k
         rows = next((rows for rows in BLOCK_ROWS if slots / self.experts / rows < 0.9), BLOCK_ROWS[-1])
         weights = torch.empty((tokens, self.top_k), dtype=torch.float32, device="cuda")

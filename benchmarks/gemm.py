@@ -31,8 +31,8 @@ ProgressCallback = Callable[[int, int, str], None]
 
 
 def choose_peers(text: str | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Returns (peers to measure, (peer, reason) of the omitted ones) for comma-separated names; None is every peer, "none" is
-    none.
+    """Returns (peers to measure, (peer, reason) of the omitted ones) for comma-separated names. None selects every peer, "none"
+    no peer.
 
     Raises ValueError for an unknown name.
     """
@@ -60,7 +60,7 @@ def run(
 ) -> Results:
     """Measures the request and writes the results to the file from the first row on.
 
-    `out` None is benchmarks/results/<gpu>/<date>-gemm.json. Raises ValueError without an NVIDIA GPU.
+    The default of `out` is benchmarks/results/<gpu>/<date>-gemm.json. Raises ValueError without an NVIDIA GPU.
     """
     if not torch.cuda.is_available():
         raise ValueError(
@@ -152,7 +152,7 @@ def peer_rows(name: str, request: GemmRequest) -> Iterator[dict[str, Any]]:
 
 
 def _as_they_come(lines: Any, process: subprocess.Popen, due: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields rows while the process appends them, and removes them from `due`."""
+    """Yields each row once the process has written it, and removes the first entry of `due`, the rows still expected."""
     begun = ""
     while True:
         ended = process.poll() is not None

@@ -1,5 +1,5 @@
-"""Rivals of `python -m benchmarks gemm` that are called as their users get them: vLLM's Marlin and Machete by the operators of
-its wheel, bitsandbytes' NF4 and int8, and quack's int4. Nothing is built here, and vLLM itself is not imported.
+"""Rivals of `python -m benchmarks gemm`, called from their published packages: vLLM's Marlin and Machete, bitsandbytes' NF4 and
+int8, and quack's int4. Nothing is built here. vLLM's operators are loaded from its wheel; vLLM itself is not imported.
 
 Facts about layouts and arguments are from vLLM 0.25.1 (_custom_ops, model_executor/kernels/linear/mixed_precision/machete,
 model_executor/layers/quantization/utils/marlin_utils), bitsandbytes 0.50.2 and quack-kernels 0.6.5 (quack/gemm_w4).
@@ -23,7 +23,8 @@ from benchmarks.request import GemmRequest
 from lowbit.formats import IntFormat, PerChannel, PerGroup, QuantTensor, ZeroPoint
 
 TYPES = {4: 4 << 8 | 8 << 17 | 1 << 50, 8: 8 << 8 | 128 << 17 | 1 << 50}
-"""vLLM's numbers of codes with an offset of half their range, by bits: mantissa from bit 8 on, bias from bit 17 on."""
+"""vLLM's ids of scalar types, by bits of a code; the bias is half of the codes' range. Bits 8 and up hold the number of
+mantissa bits, bits 17 and up the bias, and bit 50 the kind of NaN."""
 
 
 @functools.cache
@@ -39,8 +40,8 @@ def load_vllm() -> Any:
 
 
 def packed_along_k(codes: Tensor, bits: int) -> Tensor:
-    """Returns int32 [K * bits / 32, N] of codes [N, K]: neighbours along K in one word, the first in its lowest bits (GPTQ's
-    files)."""
+    """Packs codes [N, K] into int32 [K * bits / 32, N], as in GPTQ's files: neighbours along K share a word, the first in its
+    lowest bits."""
     each = 32 // bits
     parts = codes.T.reshape(codes.shape[1] // each, each, codes.shape[0]).long()
     words = (parts << torch.arange(0, 32, bits, device=codes.device)[:, None]).sum(1)
@@ -104,7 +105,7 @@ def marlin(q: QuantTensor, request: GemmRequest) -> Contender:
 
 
 def channel_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns scales [1, N] of channels in Marlin's order, of [N, 1]."""
+    """Returns scales [N, 1] of channels as [1, N], in Marlin's order."""
     order = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
     return scale.T.reshape(-1, 32)[:, order].reshape(1, -1).to(dtype).contiguous()
 
@@ -112,7 +113,7 @@ def channel_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def machete(q: QuantTensor, request: GemmRequest) -> Contender:
     """vLLM's Machete: int4 and int8 in groups of 128 or per channel, on sm_90.
 
-    vLLM lets it choose its schedule. With `sweep`, all schedules that it has are tried too.
+    As in vLLM, it chooses its own schedule. With `sweep`, all its schedules are tried too.
     """
     group, dtype = _group(q, "machete", (-1, 128)), request.torch_dtype
     _whole(q, "machete", 128, 64)
@@ -135,8 +136,8 @@ def machete(q: QuantTensor, request: GemmRequest) -> Contender:
 def bitsandbytes(q: QuantTensor, request: GemmRequest) -> Contender:
     """bitsandbytes: NF4 in blocks of 64 for int4, and LLM.int8 without outliers for int8 per channel.
 
-    Both quantize the weight that `q` stands for by their own rule, and are held to their own rounded weights; int8 also
-    quantizes x, as part of what is timed.
+    Both quantize the dequantized `q` again by their own rule. Their products are checked against the weights that they rounded
+    themselves. int8 also quantizes x, which is included in its time.
     """
     scheme, dtype = q.scheme, request.torch_dtype
     _group(q, "bitsandbytes", (-1, 64, 128))

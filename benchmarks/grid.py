@@ -21,10 +21,10 @@ PARTS = (1, 2, 4)
 KNOWN = frozenset(
     {(2048, 2048), (4096, 4096), (4096, 14336), (6144, 4096), (8192, 8192), (8192, 28672), (28672, 4096), (28672, 8192)}
 )
-"""Weights that were used to choose tiles before this grid existed; they belong to the tuned half."""
+"""Weights that had been used to choose tiles before this grid existed. They belong to the half for tuning."""
 
 WHOLE_K = 128
-"""Parts of K must be multiples of this, as others would split a group of scales."""
+"""The parts into which K is split must be multiples of this; others would split a group of scales."""
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,10 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
 """Configurations from the models' config.json, except for POSITIONS."""
 
 OWN_SCHEMES = {"gpt-oss-20b": ("w4e2m1a16_g32",)}
-"""Schemes in which a model is published, measured beside those that are asked for: MXFP4."""
+"""Schemes in which models were published, here MXFP4. They are measured in addition to the requested schemes."""
 
 ROLL = 16
-"""Rows by which the matrix of an expert is rolled from that of the expert before."""
+"""Each expert's matrix is that of the expert before, rolled by this many rows."""
 
 
 def meta_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
@@ -132,7 +132,7 @@ def random_part(
     rank: int, device: torch.device, *, ranks: int, shape: str, scheme: str | None, head: str | None, dtype: torch.dtype,
     layers: int | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """Returns the part of one of several ranks of a `random_model`. All parts have the same weights."""
+    """Returns the part that one of `ranks` ranks has of a `random_model`. All parts have the same weights."""
     model = rank_model(ShardPlan.of(meta_model(shape, dtype, layers), ranks), shape).eval()
     return _filled(model, scheme, head, dtype, device)
 
@@ -142,7 +142,8 @@ def random_model(
 ) -> PreTrainedModel:
     """Returns a model of a shape with Gaussian weights. Linear layers and experts are in `scheme`, LM head and embedding in
     `head`; None means `dtype`. `layers` limits the number of layers. Layers share no memory, and only one at a time is in 16
-    bits while the model is built. The quantized experts of a layer are one rounded matrix with its rows rotated for each.
+    bits while the model is built. The quantized experts of a layer share one rounded matrix, whose rows are rolled differently
+    for each expert.
 
     Raises ValueError for a shape that is not in `SHAPES`.
     """
@@ -152,7 +153,7 @@ def random_model(
 def _filled(
     model: PreTrainedModel, scheme: str | None, head: str | None, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """Returns a model with Gaussian weights, as `random_model`."""
+    """Returns the meta model with Gaussian weights, as `random_model` describes them."""
     for name, module in list(model.named_modules()):
         if name.endswith("rotary_emb"):  # has buffers only, no parameters
             model.set_submodule(name, type(module)(config=model.config).to(device))
@@ -190,14 +191,15 @@ def _filled(
 
 
 def _expert_scale(experts: ExpertWeights, key: str, model: PreTrainedModel) -> float:
-    """Standard deviation of an expert's weights. The second matrix adds to the residual stream, which all layers together do
-    not multiply: else a router's choice that rounding changes in one layer would change that of all later ones."""
+    """Returns the standard deviation of an expert's weights. It is smaller for the second matrix, whose results are added to
+    the residual stream, so that the layers together do not amplify the stream. Otherwise rounding that changes a router's
+    choice in one layer would change the choices in all later layers."""
     scale: float = experts.shapes[key][1] ** -0.5
     return scale * (2 * model.config.num_hidden_layers) ** -0.5 if key == experts.second else scale
 
 
 def _rolled(q: QuantTensor, count: int) -> ExpertTensor:
-    """`count` experts whose rows are those of q, each in other places."""
+    """Returns `count` experts with the rows of q, rolled differently for each expert."""
     tensors = (pack_words(q.codes, q.scheme.weight.bits), q.scale, q.zero)
     packed, scale, zero = (
         None if t is None else torch.stack([t.roll(ROLL * e, 0) if len(t) == len(q.codes) else t for e in range(count)])
@@ -208,10 +210,11 @@ def _rolled(q: QuantTensor, count: int) -> ExpertTensor:
 
 
 def weight_bytes(model: PreTrainedModel, tokens: int | None = None) -> float:
-    """Bytes of all weights that a step reads, as they are stored: those of embeddings are a row each.
+    """Returns the bytes of all weights that a step reads, as they are stored. Embeddings do not count, since a step reads only
+    single rows of them.
 
-    Of experts those that a step of `tokens` tokens is expected to hit, if each token chooses its experts independently and
-    uniformly; all without `tokens`.
+    With `tokens`, only the experts count that a step of so many tokens is expected to hit, if each token chooses its experts
+    independently and uniformly. Otherwise all experts count.
     """
     held = 0.0
     inside = set[nn.Module]()

@@ -22,7 +22,7 @@ class Ceilings:
 
 
 def weight_bytes(scheme: Scheme | None, n: int, k: int) -> float:
-    """Returns the bytes of codes, scales and zeros of a weight [n, k]; None is a 16-bit weight.
+    """Returns the bytes of codes, scales and zeros of a weight [n, k]. A scheme of None means 16-bit weights.
 
     w4a16_g128 of 8192 x 8192: 8192 * 8192 * 4/8 + 8192 * 64 * 2 (fp16 scales) = 34,603,008.
     """

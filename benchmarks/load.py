@@ -46,7 +46,8 @@ PROTOCOL = (
 )
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with (description, done, total); the numbers are bytes written or loads."""
+"""Called with (description, done, total). The numbers count bytes while files are written, and repetitions while a load is
+timed."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ class LoadConfig:
 
 
 def run(config: LoadConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
-    """Measures everything and writes the result file after each row. Returns its path and document. The checkpoint files exist
-    one kind at a time and are deleted afterwards. Raises CheckpointError if the disk has too little space for them.
-    """
+    """Measures everything and writes the result file after each row. Returns its path and document. The checkpoint files of
+    only one kind exist at a time; they are deleted after their rows. Raises CheckpointError if the disk has too little space
+    for them."""
     on_gpu = config.device.type == "cuda"
     about = (results.machine() if on_gpu else machine()) | {"device": _name_of(config.device)}
     named = results.default_path(about["device"], datetime.date.today())

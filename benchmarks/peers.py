@@ -122,7 +122,7 @@ def _humming_choices(config: Any, request: GemmRequest) -> dict[int, list[str]]:
     every = list(dict.fromkeys(tuning for tunings in wanted.values() for tuning in tunings))
     with ThreadPoolExecutor(16) as pool:
         errors = dict(zip(every, pool.map(error_of, every), strict=True))
-    # If nothing compiles, humming's own choice is kept, so that the row has its error.
+    # If no candidate compiles, humming's own choice is kept, so that the row states its error.
     return {m: [t for t in tunings if errors[t] is None] or tunings[:1] for m, tunings in wanted.items()}
 
 

@@ -112,7 +112,8 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
 def measure(
     products: Sequence[tuple[str, Product]], x: Any, weights: Sequence[Any], reference: Tensor, replays: int = REPLAYS
 ) -> Measurement:
-    """Returns the measurement of the fastest correct one of `products`. If there is none, raises the error of the first one."""
+    """Returns the measurement of the fastest correct one of `products`. Raises the error of the first one if none is
+    correct."""
     best: Measurement | None = None
     first: Exception | None = None
     watched = monitor(torch.cuda.current_device())

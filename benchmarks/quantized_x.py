@@ -1,7 +1,6 @@
 """Rows with 8-bit activations: x is quantized before the timing, in the same way for all implementations.
 
-x has a scale per token, or one static scale if the weight has one scale per tensor (`_t`), as in such checkpoints.
-
+x has a scale per token. If the weight has one scale per tensor (`_t`), x has one static scale, as in checkpoints of that kind.
 `python -m benchmarks activations` measures the cost of quantizing x.
 """
 

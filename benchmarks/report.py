@@ -124,22 +124,25 @@ def _where(document: dict[str, Any]) -> str:
     bandwidth, rate = f"{ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s", f"{ceilings['fp16_flops'] / 1e12:.0f} TFLOP/s"
     return (
         f"{document['machine']['gpu']}, {document['date']}, torch {versions.get('torch')}, {with_what}. Microseconds per call "
-        f"in one CUDA graph, weights from memory. The limit is the larger of the bytes at {bandwidth} and the operations at "
-        f"{rate}, both measured in the same run."
+        f"in one CUDA graph; weights are read from memory, not from the L2. The limit is the larger of two times, the bytes at "
+        f"{bandwidth} and the operations at {rate}, both rates measured in the same run."
         + ("" if document.get("complete") else " The run was interrupted: rows are missing.")
     )
 
 
 def _shape_table(found: list[Line]) -> str:
-    head = ("format", "M", "lowbit", "limit", "of limit", "cuBLAS fp16", "x cuBLAS", "best peer", "x peer")
-    out = [f"| {' | '.join(head)} |", "|---|" + "---:|" * 6 + "---|---:|"]
+    beside = any(line.peer is not None for line in found)
+    head = ("format", "M", "lowbit", "limit", "of limit", "cuBLAS fp16", "x cuBLAS", "best peer", "x peer")[
+        : 9 if beside else 7
+    ]
+    out = [f"| {' | '.join(head)} |", "|---|" + "---:|" * 6 + ("---|---:|" if beside else "")]
     for line in found:
         cells = (
             line.scheme, str(line.m), _us(line.us), _us(line.limit_us), _percent(line.share), _us(line.cublas_us),
             _times(line.times_cublas), "-" if line.peer is None else f"{line.peer} {_us(line.peer_us)}",
             _times(line.times_peer),
         )  # fmt: skip
-        out.append(f"| {' | '.join(cells)} |")
+        out.append(f"| {' | '.join(cells[: len(head)])} |")
     return "\n".join(out)
 
 

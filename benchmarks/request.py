@@ -91,8 +91,8 @@ def measurable(name: str | Scheme) -> Scheme:
 
 
 def parse_shapes(text: str) -> tuple[tuple[int, int], ...]:
-    """Returns (N, K) of a text such as 8192x28672, or of the weights of a model of `grid.MODELS` on one GPU, but for its head.
-    Raises ValueError with the expected forms."""
+    """Returns the shapes (N, K) that a text names: 8192x28672 is one shape, a name in `grid.MODELS` stands for that model's
+    weights on one GPU except the head. Raises ValueError with the expected forms."""
     model = next((shape for name, shape in MODELS.items() if name.lower() == text.strip().lower()), None)
     return (parse_shape(text),) if model is None else tuple(model.weights(1))[:4]
 

@@ -125,7 +125,7 @@ class _Run:
         # A different seed: prompts must not reuse pages that the engine has cached.
         builder = RequestBuilder(server, port, NAME, Prompts(self.about["vocab"], config.seed + 1))
         gc.collect()
-        gc.freeze()  # garbage collection skips all modules during the measurement
+        gc.freeze()  # the garbage collector then skips all objects that exist now, such as modules
         try:
             if "streams" in config.parts:
                 asyncio.run(self._closed("streams", builder, config.mixes, config.seconds / len(config.mixes)))
@@ -186,7 +186,8 @@ class _Run:
         self._add("engine", mix, answers, **self._rates(found, mix), seconds=self.config.each, server_cpu=cpu)
 
     def _rates(self, found: SteadyState | None, mix: Mix) -> dict[str, float | None]:
-        """Returns tokens and requests per second; a request counts as the mean output length of the mix."""
+        """Returns tokens and requests per second. Requests are not counted: their rate is that of tokens divided by the mix's
+        mean output."""
         if found is None:
             return {"tokens_per_s": None, "requests_per_s": None}
         return {"tokens_per_s": found.tokens_per_s, "requests_per_s": found.tokens_per_s / self._mean(mix)}

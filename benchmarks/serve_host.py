@@ -184,7 +184,7 @@ def first_token_alone(engine: Engine, prompt: list[int], limit: int) -> float:
 
 def _serve(made: Pipeline, config: ServeConfig, pipe: Connection) -> None:
     limits = Limits(config.streams, QUEUE, grace_seconds=1)
-    prompts = Prompts(made.engine.slots.sampling.counts.shape[1], config.seed + 2)  # differ from the prompts of the clients
+    prompts = Prompts(made.engine.slots.sampling.counts.shape[1], config.seed + 2)  # other prompts than those of the clients
     with bound("127.0.0.1", 0) as sock:
         server: Server | None = None
 

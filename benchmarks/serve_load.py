@@ -21,7 +21,7 @@ LEAST_TOKENS = 4
 """Fewest tokens of a prompt or output of a mix."""
 
 MOST_TRIES = 10_000
-"""Draws of a length before a mix is rejected as too long for the model."""
+"""Number of times that lengths are drawn before a mix is rejected as too long for the model."""
 
 AFTER_FAILURE_SECONDS = 0.1
 """Pause of a stream after a failed request, to avoid flooding an unreachable server."""
@@ -131,8 +131,8 @@ class SteadyState:
 
 
 def steady(answers: Sequence[RequestRecord], streams: int, end: float) -> SteadyState | None:
-    """Returns the steady state of records in the order of their requests, the first `streams` of which started the streams.
-    None if one of those had no token before `end`."""
+    """Returns the steady state, or None if one of the streams had no token before `end`. `answers` are in the order of their
+    requests; the first `streams` of them started the streams."""
     begun = [answer.first for answer in answers[:streams]]
     if len(begun) < streams or None in begun:
         return None

@@ -54,8 +54,8 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class RanksConfig:
-    """Configuration of a run: a shape, a scheme or None for 16 bits, and numbers of GPUs. requests: whole requests are timed
-    too, which compiles the kernels of prompts."""
+    """Configuration of a run: a shape, a scheme (None for 16 bits), and numbers of GPUs. If `requests` is set, whole requests
+    are timed too, for which the kernels of prompts are compiled."""
 
     model: str
     scheme: str | None
@@ -95,7 +95,7 @@ def run(config: RanksConfig, path: Path | None, progress: Callable[[str], None])
 
 
 def _rows_of(gpus: int, config: RanksConfig, bandwidth: float, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a number of GPUs; a failed one has its reason."""
+    """Yields the rows of a number of GPUs. If it fails, the row has the reason."""
     model, scheme = config.model, config.scheme
     name = "16 bits" if scheme is None else parse_scheme(scheme).name
     said = f"{model}, {name}, {gpus} GPU{'s' if gpus > 1 else ''}"
@@ -112,11 +112,13 @@ def _rows_of(gpus: int, config: RanksConfig, bandwidth: float, progress: Callabl
                 random_part, ranks=gpus, shape=model, scheme=scheme, head=head, dtype=DTYPES[config.dtype], layers=config.layers
             )
             made, ranks = start_ranks(make, gpus, torch.device("cuda"))
+        # read before the engine exists: it joins matrices, after which their modules hold no weights
+        row["weight_bytes"] = weight_bytes(made)
         engine = Engine(
             made, ranks=ranks, max_concurrent=max(config.batches), max_length=config.context + 4 * REPLAYS + OUTPUT,
             prefix_caching=False,
         )  # fmt: skip
-        row |= {"weight_bytes": weight_bytes(made), "difference": engine.difference}
+        row["difference"] = engine.difference
         _everywhere(engine, _fill)
         for batch in config.batches:
             progress(f"{said}: batch {batch}")
@@ -141,7 +143,7 @@ def _everywhere(engine: Engine, function: Callable[..., T], *arguments: Any) -> 
 
 
 def _fill(engine: Engine) -> None:
-    """Fills all pages."""
+    """Fills all pages of the engine's KV cache."""
     assert isinstance(engine.program, DecodeProgram) and engine.program.cache is not None
     for pages in engine.program.cache.layers:
         fill(pages)
@@ -161,7 +163,8 @@ def _compile(engine: Engine, batch: int, context: int) -> None:
 
 @torch.inference_mode()
 def measure(engine: Engine, batch: int, context: int, held: float, bandwidth: float) -> list[dict[str, Any]]:
-    """Returns the rows of a step of a batch: with the engine's own graph, and on several GPUs with sums by NCCL too."""
+    """Returns the rows of a step of a batch. The first has the engine's own graph. On several GPUs another has sums by NCCL,
+    and 16-bit weights in a chain have one with products by cuBLAS."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
     found = [_step(engine, engine.decode_runner, batch, context, held, bandwidth)]
@@ -182,7 +185,7 @@ def measure(engine: Engine, batch: int, context: int, held: float, bandwidth: fl
 
 
 def _other_step(engine: Engine, batch: int, context: int, held: float, bandwidth: float) -> dict[str, Any]:
-    """The row of a step that is captured anew."""
+    """Returns the row of a step that is captured again, with the program as it is changed now."""
     runner = DecodeRunner(engine.program, engine.slots, batch, graphs=Graphs(engine.device))
     return _step(engine, runner, batch, context, held, bandwidth)
 
@@ -211,7 +214,7 @@ def _step(
 
 
 def _step_wall_ms(engine: Engine, batch: int) -> float:
-    """Milliseconds of a token of `batch` requests from Python; the second of two runs."""
+    """Returns the milliseconds per token of `batch` requests from Python, in the second of two runs."""
     generator, taken = torch.Generator().manual_seed(2), 0.0
     for _ in range(2):
         prompts = [torch.randint(engine.vocab, (128,), generator=generator).tolist() for _ in range(batch)]

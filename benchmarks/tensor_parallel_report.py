@@ -22,7 +22,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def table(document: dict[str, Any]) -> Table:
-    """Returns the table of steps: milliseconds per token, of one GPU's time, share of the limit, tokens/s per GPU."""
+    """Returns the table of steps. Its columns are milliseconds per token, the ratio to the time of one GPU, the share of the
+    limit, and tokens per second and GPU."""
     rows = [row for row in document["rows"] if row.get("ms_per_token")]
     alone = {row["batch"]: row["ms_per_token"] for row in rows if row["gpus"] == 1}
     title = f"a step of a decode on {document['machine']['gpu']}"

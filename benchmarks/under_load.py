@@ -14,7 +14,7 @@ QUERIED = "clocks.sm,power.draw.instant"
 EACH_MS = 20
 """Milliseconds between two readings of nvidia-smi."""
 MOST_S = 0.5
-"""Longest time that a reading is waited for."""
+"""Longest time that `while_running` waits for a reading, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Monitor:
         begun = time.monotonic()
         while self.process is not None and self.process.poll() is None and time.monotonic() < begun + MOST_S:
             replay()
-            if self.last.at > begun + 2e-3 * EACH_MS:  # the first one may have been read before
+            if self.last.at > begun + 2e-3 * EACH_MS:  # an earlier reading may be of the time before the call
                 return self.last
         return NOTHING
 

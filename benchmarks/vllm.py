@@ -38,7 +38,7 @@ from lowbit.formats import parse_scheme
 from lowbit.tune.timing import reason
 
 REPEATS, ENOUGH_S = 3, 4.0
-"""A batch is measured this many times, or until this many seconds are spent."""
+"""A batch is measured REPEATS times, but not again once ENOUGH_S seconds are spent."""
 PREFILL = 8192
 """Most tokens of an engine step, the default of `vllm serve`."""
 BLOCK = 128
@@ -199,9 +199,9 @@ def measure(llm: Any, impl: str, request: VllmConfig) -> Iterator[dict[str, Any]
 def run(
     path: Path, impls: Sequence[str], request: VllmConfig, together: int = 1, limit_s: float | None = None
 ) -> dict[str, Any]:
-    """Measures all implementations one after the other and writes the result file after each row. An implementation that
-    fails, or takes longer than `limit_s` to start or between rows, gets a row with its error. `together` of them start at
-    once."""
+    """Measures all implementations and writes the result file after each row. `together` of them start at once; they are
+    measured one after the other. An implementation that fails, or takes longer than `limit_s` to start or between rows, gets a
+    row with its error."""
     for impl in impls:
         stated(impl)
     rows: list[dict[str, Any]] = []

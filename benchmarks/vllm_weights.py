@@ -10,10 +10,11 @@ from lowbit.vllm.loading import torch_defaults
 
 
 def random_weights(module: torch.nn.Module) -> None:
-    """Fills the parameters and stored buffers of a module, without those of its parts.
+    """Fills the parameters and persistent buffers of a module, but not those of its submodules.
 
-    vLLM's dummy weights are uninitialised codes, zeros in fp8, and uniform elsewhere. Large products run at the power limit;
-    uniform data draws less power and raises the clock. `lowbit.vllm` creates our weights; vLLM's int4 uses the same.
+    vLLM's dummy weights will not do: codes are uninitialised, fp8 is zeros, and the others are uniform. Large products run at
+    the power limit, where uniform data draws less power and so raises the clock. Layers of `lowbit.vllm` create their own
+    random weights; vLLM's int4 gets weights that are rounded in the same way.
     """
     buffers = {name: t for name, t in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set}
     tensors = dict(module.named_parameters(recurse=False)) | buffers
@@ -25,13 +26,13 @@ def random_weights(module: torch.nn.Module) -> None:
 
 
 def random_tensor(tensor: torch.Tensor, name: str = "weight") -> None:
-    """Fills a tensor of floating-point numbers; scales, biases and norms are recognised by `name` and shape. Does nothing with
-    others, and on the meta device."""
+    """Fills a tensor of floating-point numbers. Recognises scales, biases and norms by `name` and shape. Does nothing with
+    other dtypes and on the meta device."""
     if tensor.device.type == "meta" or not tensor.numel() or not tensor.is_floating_point():
         return
     data = tensor.data
     if "scale" in name:
-        if data.dim():  # without the scales of keys and values
+        if data.dim():  # single numbers, the scales of keys and values, keep their values
             data.uniform_(1e-3, 3e-3)
     elif data.dim() < 2:
         data.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -1,6 +1,7 @@
-"""What `python -m benchmarks vllm` adds to the processes of vLLM that have a GPU each: random weights, and what they chose.
+"""The part of `python -m benchmarks vllm` that runs in vLLM's workers, the processes with one GPU each. It fills in random
+weights, and reports the kernels that vLLM chose.
 
-vLLM imports this module in every such process, before the model is made, for its option `worker_extension_cls`.
+vLLM imports this module in every worker before it creates the model, as the option `worker_extension_cls` asks.
 """
 
 from __future__ import annotations

@@ -148,13 +148,13 @@ class _RegisterWithTransformers(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _MODELING_UTILS:
             return None
-        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # earlier finders returned None
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # Python has asked the earlier finders: they returned None
         specs = (finder.find_spec(fullname, path, target) for finder in later if hasattr(finder, "find_spec"))
         spec = next((spec for spec in specs if spec is not None), None)
         loader: Any = None if spec is None else spec.loader
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the method of the loader's class is visible again
+            del loader.exec_module  # removes this function: the next line calls the method of the loader's class
             loader.exec_module(module)
             try:
                 importlib.import_module("lowbit.models.hf")

@@ -20,8 +20,8 @@ from lowbit.pipeline import Pipeline, pipeline
 
 @dataclass(frozen=True)
 class Workload:
-    """`batch` prompts of about `prompt_tokens` tokens, `new_tokens` generated from each; the same for every scheme. `kv`: how
-    keys and values are stored."""
+    """The requests of one run, the same for every scheme: `batch` prompts of about `prompt_tokens` tokens, from each of which
+    `new_tokens` are generated. `repeats`: number of runs. `kv`: format of keys and values, as in `parse_kv`."""
 
     batch: int = 1
     prompt_tokens: int = 128
@@ -36,8 +36,9 @@ def measure(
     """Returns the machine and one row per scheme, between two rows of the unquantized model.
 
     Each row has medians over `load.repeats` runs: `first_token_ms` (prefill and first token of the whole batch), `token_ms`
-    (one decode step) and `tokens_per_second` (whole batch, decode only). `bytes` counts all weights in the form in memory. The
-    second unquantized row shows the drift of the machine's speed. Every run has other prompts, so no KV page is reused.
+    (one decode step) and `tokens_per_second` (whole batch, decode only). `bytes` counts all weights as they are in memory. The
+    second unquantized row shows how much the machine's speed drifted. Prompts differ from run to run, so that no KV page of an
+    earlier run is reused.
 
     Raises ValueError if `schemes` are given for a model that is already quantized.
     """

@@ -22,7 +22,7 @@ class Rtn:
 
 @dataclass(frozen=True)
 class Hqq:
-    """Half-quadratic zero points, see `quantize.hqq`: schemes with floating-point zeros. Needs no data."""
+    """Half-quadratic optimisation of zero points, see `quantize.hqq`. For schemes with floating-point zeros. Needs no data."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,25 @@ class Gptq:
 
 @dataclass(frozen=True)
 class Awq:
-    """Channels scaled by their activations, see `quantize.awq`. `search` "max": scales from the largest weight. "loss":
-    clipping as in the paper, which is worse on text unlike the calibration text (docs/internals/quantization.md)."""
+    """Scales input channels by the size of their activations before rounding, see `quantize.awq`. `search` "max" computes
+    scales from the largest weight. "loss" clips weights as in the paper, which is worse on text that differs from the
+    calibration text (docs/internals/quantization.md)."""
 
     search: Literal["max", "loss"] = "max"
 
 
 @dataclass(frozen=True)
 class SmoothQuant:
-    """The range of activations moved into the weights, see `quantize.smoothquant`; `alpha` None is searched per input."""
+    """Moves a part of the range of activations into the weights, see `quantize.smoothquant`. `alpha` is that part; None
+    searches it for each input."""
 
     alpha: float | None = 0.5
 
 
 @dataclass(frozen=True)
 class Learned:
-    """Offsets and scales trained for a whole decoder layer at once, see `quantize.learned` and `models.learn`: `iterations` of
-    `batch` sequences, sampled by `seed`."""
+    """Trains rounding offsets and scales of a whole decoder layer at once, see `quantize.learned` and `models.learn`. Each of
+    `iterations` reads `batch` sequences, sampled with `seed`."""
 
     iterations: int = 200
     batch: int = 8
@@ -77,7 +79,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Candidate schemes per unit of layers, and the average bits per weight, scales included, that they may take."""
+    """Chooses one of `schemes` for each unit of layers. `bits` is the allowed average of bits per weight, scales included."""
 
     schemes: tuple[str, ...]
     bits: float

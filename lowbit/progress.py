@@ -49,7 +49,7 @@ class Progress(tqdm):
     """A tqdm bar on a terminal, removed at its end; elsewhere plain lines.
 
     An update writes a line if INTERVAL_S has passed since the previous one, so work shorter than that writes nothing. Inside
-    `periodic_lines`, lines need no update.
+    `periodic_lines`, a thread also writes lines while no update comes.
 
     unit: plural, such as "layers". shown: False writes nothing.
     """

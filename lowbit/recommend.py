@@ -461,12 +461,14 @@ def _limits(chosen: SchemeOption, plan: Plan, model: PreTrainedModel) -> list[st
     base, lines = _base(plan), []
     times = _linear_weights(plan) / base["linear"]
     if 0.5 <= times <= 2:
-        lines.append(f"measured on {chosen.of}" + (", a model of this very shape" if times == 1 else ", not on this model"))
+        same = times == 1 and chosen.of == base["model"]
+        lines.append(f"measured on {chosen.of}, {'a model of this very shape' if same else 'not on this model'}")
     else:
         size = f"{times:,.0f}" if times >= 10 else f"{times:.2g}"
         lines.append(
             f"extrapolated: this model has {size} times the linear weights of {base['model']}, the closest measured one; "
-            "larger models usually lose less at the same bits, which these figures do not include"
+            "larger models usually lose less at the same bits, by a factor that differs from scheme to scheme "
+            "(docs/internals/study.md), which these figures do not include"
         )
     if chosen.factor != 1:
         lines.append(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 FILES = (
     *("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
-    *("README.md", "LICENSE*"),  # whose licence a model card states
+    *("README.md", "LICENSE*"),  # they name the licence, which the model card of a quantized copy states
 )
 """Patterns of the files that are downloaded from the hub: no pickles, no code."""
 CONFIG = ("config.json",)
@@ -93,7 +93,8 @@ def linked_inside(file: Path, folder: Path) -> Path:
     if not file.is_symlink():
         return file
     home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
-    caches = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]  # of real paths: never links
+    # Parents of a real path are no links, so a link cannot pose as the hub's cache.
+    caches = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
     if not any(target.is_relative_to(folder) for folder in (home, *caches)):
         raise CheckpointError(
             f"{file}: a link to {target}, outside {home}; only files of the model's own folder are read: copy the file there"

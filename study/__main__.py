@@ -1,7 +1,7 @@
 """`python -m study`: collects the data, measures missing cases, and rewrites the pages from all result files.
 
 `python -m study upcycle` makes a mixture of experts of a dense model, `python -m study experts` measures its quantization,
-`python -m study kv` keys and values in few bits.
+`python -m study kv` keys and values in few bits, `python -m study sizes` models of several sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from lowbit.cli.terminal import say, user_errors
 from lowbit.eval.results import check_plot
 from lowbit.sources import model_folder
-from study import experts, kv, upcycle
+from study import experts, kv, sizes, upcycle
 from study.curves import TABLE, curves, write_curves
 from study.data import gather
 from study.page import write_pages
@@ -86,7 +86,7 @@ def study(
     if not found:
         raise ValueError(f"{results}: holds no result file; name a model to measure")
     documents = [load(path) for path in found]
-    write_curves(documents, table)
+    write_curves(documents, sizes.by_size(results / sizes.RESULTS.name), table)
     say(f"wrote {table}")
     for line in write_pages(documents, page or [Path("docs") / name for name in PAGES]):
         say(f"wrote {line}")
@@ -98,7 +98,7 @@ def study(
         say(f"no plot: {error}")
 
 
-COMMANDS = {"upcycle": upcycle.app, "experts": experts.app, "kv": kv.app}
+COMMANDS = {"upcycle": upcycle.app, "experts": experts.app, "kv": kv.app, "sizes": sizes.app}
 """First argument -> its command. A model's folder of such a name is given as a path: ./experts."""
 
 

@@ -13,27 +13,32 @@ from study.results import STUDY
 TABLE = Path("lowbit/eval/data/divergence.json")
 
 
-def curves(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def curves(documents: Sequence[dict[str, Any]], short: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """Returns the table: for each model with several texts its numbers of linear and other weights, the setting, and a row
     for each case without calibration or with the default one. Files of one model are merged; the first occurrence of a case
-    counts."""
+    counts. `short` files (`study.sizes`) add cases to these models. They add no model, since estimates of the cases that it
+    lacks would rest on few."""
     models = []
     for document in (d for d in merged(documents) if len(texts_of(d)) > 1 and "weights" in d):
         request = document["request"]
         machines = [d for d in documents if d["request"]["model"] == request["model"] and len(texts_of(d)) > 1]
+        rows = list(_rows(document))
+        known = {(row["scheme"], row["method"]) for row in rows}
+        more = [row for d in short if d["request"]["model"] == request["model"] for row in _rows(d)]
         models.append(
             {
                 "model": request["model"], **document["weights"], "group": request["group"], "texts": texts_of(document),
                 "tokens": request["settings"]["windows"] * request["settings"]["window"],
-                "measured": sorted({_where(d) for d in machines}), "rows": list(_rows(document)),
+                "measured": sorted({_where(d) for d in machines}),
+                "rows": rows + [row for row in more if (row["scheme"], row["method"]) not in known],
             }
         )  # fmt: skip
     return {"result": STUDY, "models": sorted(models, key=lambda m: m["linear"])}
 
 
-def write_curves(documents: Sequence[dict[str, Any]], path: Path = TABLE) -> None:
+def write_curves(documents: Sequence[dict[str, Any]], short: Sequence[dict[str, Any]], path: Path = TABLE) -> None:
     """Writes the table of all result files."""
-    write_json(path, curves(documents))
+    write_json(path, curves(documents, short))
 
 
 def _where(document: dict[str, Any]) -> str:

@@ -39,8 +39,10 @@ def write_pages(documents: Sequence[Document], pages: Sequence[Path]) -> list[st
 
 
 def texts_of(document: Document) -> list[str]:
-    """Returns the names of the texts, the default calibration text first."""
+    """Returns the names of the texts that were measured on, the default calibration text first."""
+    base = row_of(document, None, None)  # type: ignore[arg-type]
     names = [task["task"] for task in document["request"]["tasks"] if task["kind"] == "text"]
+    names = [name for name in names if base is None or name in base["figures"]]
     return sorted(names, key=lambda name: (name != DEFAULT_TEXT, name))
 
 

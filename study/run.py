@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,9 @@ SEEN = "seen"
 """Name of the calibration text measured on the samples used for calibration."""
 SUMMARIES, PROGRAMS = 128, 16
 """Batch sizes of documents and of programming problems."""
+RECORDED_BYTES = 2 << 30
+"""Bytes of logits up to which those of the 16-bit model are recorded once, so that a study of few windows needs one model in
+memory instead of two."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,15 @@ def run(
     settings: Settings,
     *,
     only: str | None = None,
+    wanted: Sequence[Case] | None = None,
+    measured: Collection[str] | None = None,
     device: str = "cpu",
     say: Callable[[str], None] = lambda line: None,
     progress: bool = False,
 ) -> Results:
     """Measures the 16-bit model in `source` and every case on the texts and tasks in the folder `data`, into the result file
-    `path`. `only` is a pattern for the keys of cases.
+    `path`. `only` is a pattern for the keys of cases. `wanted` replaces the cases of the study (`study.cases.cases`).
+    `measured` names the texts and tasks to measure on, all by default; others are only calibrated on.
 
     Rows in the file are not measured again. A killed calibration resumes after its last finished layer. Raises ValueError for
     texts that are too short, for a result file with other settings, and if programs should run without isolation.
@@ -87,18 +95,22 @@ def run(
     if settings.run_generated_code:
         choose_isolation()
     tasks = read_tasks(data, None, SuiteSettings(limit=settings.limit))
+    if measured is not None:
+        needed = {*measured, *(case.text for case in wanted or ())}
+        tasks = [task for task in tasks if task.name in needed]
     texts = [task for task in tasks if task.kind == "text"]
-    measure = _Measure(source, tasks, settings, device, progress)
-    group = group_size(measure.reference)
+    shown = [task for task in tasks if measured is None or task.name in measured]
+    measure = _Measure(source, shown, settings, device, progress)
+    group = group_size(measure.model)
     described = [_described(task) for task in tasks]
     request = {"model": source.name, "group": group, "settings": asdict(settings), "tasks": described}
     results = Results(path, request)
-    results.document.setdefault("weights", _weights(measure.reference))
+    results.document.setdefault("weights", _weights(measure.model))
     work = path.with_name(f".{path.stem}.work")
     work.mkdir(parents=True, exist_ok=True)
     for task in texts:
         (work / f"{task.name}.txt").write_text(halves(task.content)[0], encoding="utf-8")
-    wanted = cases(group, [task.name for task in texts])
+    wanted = cases(group, [task.name for task in texts]) if wanted is None else wanted
     chosen = [case for case in wanted if only is None or fnmatch.fnmatch(case.key, only)]
     if UNQUANTIZED not in results:
         say(UNQUANTIZED)
@@ -107,7 +119,7 @@ def run(
     for number, case in enumerate(chosen, 1):
         if case.key not in results:
             say(f"{number} of {len(chosen)}: {case.key}")
-            _add(case, source, work, measure, settings, device, progress, results)
+            _add(case, source, work, measure, settings, measured, device, progress, results)
     if all(case.key in results for case in wanted):
         results.write(complete=True)
         discard(work, [f"{task.name}.txt" for task in texts])
@@ -123,7 +135,7 @@ def _weights(model: PreTrainedModel) -> dict[str, int]:
 def _untied(model: PreTrainedModel) -> tuple[str, str]:
     """Gives the LM head separate weights. Returns the names of the weights of embedding and head."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)
     names = {module: f"{name}.weight" for name, module in model.named_modules()}
     return names[embedding], names[head]
 
@@ -149,8 +161,9 @@ def _described(task: Task) -> dict[str, Any]:
 
 
 def _add(
-    case: Case, source: Path, work: Path, measure: _Measure, settings: Settings, device: str, progress: bool, results: Results
-) -> None:
+    case: Case, source: Path, work: Path, measure: _Measure, settings: Settings, measured: Collection[str] | None, device: str,
+    progress: bool, results: Results,
+) -> None:  # fmt: skip
     target = work / case.key.replace(" ", "-")
     calibration = None
     if needs_text(case):
@@ -164,7 +177,7 @@ def _add(
     seconds = time.perf_counter() - start
     bits = measure.load(target)
     figures = measure.texts() + (measure.tasks() if case.tasks else [])
-    if calibration is not None:
+    if calibration is not None and measured is None:
         figures += measure.seen(calibration.tokens(source), settings.length)
     row = {
         "key": case.key, "scheme": case.scheme, "method": case.method_name, "bits_per_weight": bits, "seconds": seconds,
@@ -174,40 +187,78 @@ def _add(
     discard(target, CHECKPOINT)
 
 
+class _Recorded(nn.Module):
+    """The outputs of a model on windows of texts, in place of the model."""
+
+    def __init__(self, model: PreTrainedModel, windows: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.device = model.device
+        with torch.inference_mode():
+            self._logits = {w.numpy().tobytes(): model(w[None].to(model.device), use_cache=False).logits for w in windows}
+
+    def forward(self, input_ids: Tensor, logits_to_keep: int, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self._logits[input_ids.cpu().numpy().tobytes()][:, -logits_to_keep:])
+
+
 class _Measure:
-    """The 16-bit model, a copy that loads the weights of one case after the other, and the data. Both compute in one dtype
-    with dequantized weights, and inputs rounded as the layers round them: this compares codes, not the rounding of kernels."""
+    """The 16-bit model, another that loads the weights of one case after the other, and the data. Both compute in one dtype
+    with dequantized weights, and inputs rounded as the layers round them: this compares codes, not the rounding of kernels.
+    They share the tensors that no case changes. Logits of all texts that fit into RECORDED_BYTES replace the 16-bit model."""
 
     def __init__(self, source: Path, tasks: Sequence[Task], settings: Settings, device: str, progress: bool) -> None:
         self.settings, self.progress = settings, progress
         dtype = getattr(torch, settings.dtype)
-        self.reference: PreTrainedModel = load_causal(source, device=device, dtype=dtype).eval()
-        self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(source, self.reference)
-        self.model = copy.deepcopy(self.reference)
-        self._ends = _untied(self.model)
+        self._load_source = functools.partial(load_causal, source, device=device, dtype=dtype)
+        self.model: PreTrainedModel = self._load_source().eval()
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(source, self.model)
         self._others = [task for task in tasks if task.kind != "text"]
         self._ids = {task.name: self._tokens(task) for task in tasks if task.kind == "text"}
+        vocabulary: int = self.model.get_output_embeddings().weight.shape[0]
+        self._records = sum(map(len, self._ids.values())) * vocabulary * dtype.itemsize <= RECORDED_BYTES
+        if self._records:
+            windows = (window for ids in self._ids.values() for window in ids.split(settings.window))
+            self.reference = cast(PreTrainedModel, _Recorded(self.model, windows))
+        else:
+            self.reference = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
+        self._ends = _untied(self.model)
         self._hooks: list[RemovableHandle] = []
 
     def load(self, folder: Path) -> float:
-        """Loads the weights of a quantized checkpoint into the copy. Returns the bits per weight of its quantized layers."""
-        with CheckpointReader(folder) as reader:
-            assert reader.manifest is not None
-            layers = {name: reader.layer(name) for name in reader.manifest.layers}
-            quantized = {tensor for name, entry in reader.manifest.layers.items() for tensor in expected_tensors(name, entry)}
-            state = {name: reader.get(name).float() for name in reader.names() if name not in quantized}
-        state |= {f"{name}.weight": q.dequantize() for name, q in layers.items()}
-        require_complete(folder, self.model, {name: tuple(tensor.shape) for name, tensor in state.items()})
+        """Loads the weights of a quantized checkpoint. Returns the bits per weight of its quantized layers."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [
-            self.model.get_submodule(name).register_forward_pre_hook(_rounding(q.scheme, q.input_transform))
-            for name, q in layers.items()
-            if q.scheme.activation is not None
-        ]
-        embedding, head = self._ends
-        self.model.load_state_dict({head: state[embedding], **state} if embedding in state else state, strict=False)
-        return 8 * sum(q.nbytes for q in layers.values()) / sum(q.codes.numel() for q in layers.values())
+        self._hooks = []
+        with CheckpointReader(folder) as reader:
+            assert reader.manifest is not None
+            entries = reader.manifest.layers
+            quantized = {tensor for name, entry in entries.items() for tensor in expected_tensors(name, entry)}
+            others = [name for name in reader.names() if name not in quantized]
+            shapes = {name: tuple(reader.info(name).shape) for name in others}
+            shapes |= {f"{name}.weight": entry.shape for name, entry in entries.items()}
+            require_complete(folder, self.model, shapes)
+            nbytes = weights = 0
+            for name in entries:
+                q = reader.layer(name)
+                nbytes, weights = nbytes + q.nbytes, weights + q.codes.numel()
+                self._assign(f"{name}.weight", q.dequantize())
+                if q.scheme.activation is not None:
+                    linear, round_input = self.model.get_submodule(name), _rounding(q.scheme, q.input_transform)
+                    self._hooks.append(linear.register_forward_pre_hook(round_input))
+            embedding, head = self._ends
+            for name in others:
+                self._assign(name, reader.get(name))
+                if name == embedding and head not in shapes:
+                    self._assign(head, reader.get(name))
+        return 8 * nbytes / weights
+
+    def _assign(self, name: str, value: Tensor) -> None:
+        """Replaces a tensor, unless it has these values already."""
+        module, _, leaf = name.rpartition(".")
+        owner = self.model.get_submodule(module)
+        current: Tensor = getattr(owner, leaf)
+        value = value.to(current)
+        if not torch.equal(current, value):
+            setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if leaf in owner._parameters else value)
 
     def unquantized(self) -> list[tuple[str, Figure]]:
         """Returns perplexity of the 16-bit model on every text, and its figures on the tasks."""
@@ -217,12 +268,14 @@ class _Measure:
 
     def texts(self) -> list[tuple[str, Figure]]:
         """Returns the divergence of the loaded model from the 16-bit one on every text."""
-        return [pair for name, ids in self._ids.items() for pair in self._divergence(name, ids, self.settings.window)]
+        window = self.settings.window
+        return [pair for name, ids in self._ids.items() for pair in self._divergence(name, ids, window, self.reference)]
 
     def seen(self, tokens: Tensor, length: int) -> list[tuple[str, Figure]]:
         """Returns the divergence on the calibration samples [S, T], for as many tokens as of other texts."""
         count = -(-self.settings.windows * self.settings.window // length)
-        return self._divergence(SEEN, tokens[:count].flatten(), length)
+        reference = self._load_source().eval() if self._records else self.reference
+        return self._divergence(SEEN, tokens[:count].flatten(), length, reference)
 
     def tasks(self) -> list[tuple[str, Figure]]:
         """Returns questions, summaries and programs of the loaded model."""
@@ -240,8 +293,8 @@ class _Measure:
             found += [(task.name, figure) for figure in figures]
         return found
 
-    def _divergence(self, name: str, ids: Tensor, window: int) -> list[tuple[str, Figure]]:
-        result = divergence(self.model, self.reference, ids, window=window, progress=self.progress)
+    def _divergence(self, name: str, ids: Tensor, window: int, reference: PreTrainedModel) -> list[tuple[str, Figure]]:
+        result = divergence(self.model, reference, ids, window=window, progress=self.progress)
         return [(name, figure) for figure in result.figures()]
 
     def _tokens(self, task: Task) -> Tensor:

@@ -15,12 +15,12 @@ ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def linears(model: nn.Module, targets=ALL) -> dict[str, nn.Module]:
-    """The layers that an adapter of `targets` has, by their paths."""
+    """Returns the layers to which an adapter of `targets` applies, by their paths."""
     return {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in targets}
 
 
 def write_adapter(folder: Path, model: nn.Module, targets=ALL, rank=4, seed=0, size=1.0, dtype=torch.float32, **config) -> Path:
-    """Writes an adapter of random matrices; `size`: of its outputs. `config`: other values of adapter_config.json."""
+    """Writes an adapter of random matrices. `size` scales its outputs. `config` replaces values of adapter_config.json."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for path, module in linears(model, targets).items():
@@ -37,7 +37,7 @@ def write_adapter(folder: Path, model: nn.Module, targets=ALL, rank=4, seed=0, s
 
 
 def merged(model: nn.Module, folder: Path, dtype=None) -> nn.Module:
-    """A copy of a model of plain layers whose weights are W + alpha / r * B A, the formula of PEFT's merge."""
+    """Returns a copy of a model of plain layers, whose weights are W + alpha / r * B A, the formula of PEFT's merge."""
     plain = copy.deepcopy(model)
     plain = plain if dtype is None else plain.to(dtype)
     tensors = load_file(str(folder / "adapter_model.safetensors"))

@@ -1,4 +1,4 @@
-"""GPU tests carry the marker `gpu` and are skipped, with this reason, where there is none."""
+"""Tests that need a GPU have the marker `gpu`. Without a GPU they are skipped, with this reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pytest_collection():
 
 
 SEED = 20261123
-"""No test uses this seed itself, so numbers from its own generator differ from those of the global one."""
+"""No test uses this seed itself. So a test's own generators give other numbers than the global ones."""
 
 
 SEEDED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
@@ -44,7 +44,8 @@ def pytest_runtest_setup(item):
     """Seeds the global random generators of torch, NumPy and Python, and the default seeds of sequences, from the test's name.
     So results do not depend on the order of tests or the process. Runs after the hook that skips tests and before fixtures.
     """
-    seed = SEED ^ zlib.crc32(item.nodeid.encode())  # per test, so stale memory never matches
+    # differs for each test, so that memory left by one test never has the values that another expects
+    seed = SEED ^ zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     np.random.seed(seed)
     SEEDED(seed)

@@ -89,7 +89,7 @@ def test_explain_walks_a_real_weight(smollm2, tmp_path):
 
 @torch.inference_mode()
 def test_the_engine_draws_the_tokens_of_transformers(smollm2):
-    """Greedy tokens in float32: the engine with three sequences at once against Transformers with one at a time."""
+    """Greedy tokens in float32 of the engine, with three sequences at once, equal those of Transformers with one at a time."""
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     engine = Engine(model, max_concurrent=3, max_length=256)

@@ -76,7 +76,8 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
     if name_of(page) in MODEL_PAGES:
         from tests.tiny import save_tiny
 
-        save_tiny(tmp_path / "SmolLM2-135M-Instruct")  # a tiny stand-in for their model
+        for folder in (tmp_path, tmp_path / "HuggingFaceTB"):  # a tiny stand-in for their model
+            save_tiny(folder / "SmolLM2-135M-Instruct")
     if page.name in ("checkpoints.md", "foreign-checkpoints.md"):
         from tests.checkpoint.foreign import DATA
         from tests.tiny import tiny_tokenizer
@@ -183,7 +184,7 @@ def test_the_first_program_of_the_readme_prints_what_it_shows(smollm2, capsys):
     """Runs it with the model of `make demo` and greedy sampling."""
     found = blocks((ROOT / "README.md").read_text())
     code = next(content for info, _, content in found if info == "python")
-    exec(code.replace('"SmolLM2-135M-Instruct"', repr(str(smollm2))), {})
+    exec(code.replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(str(smollm2))), {})
     shown = next(content for info, _, content in found if not info)
     assert capsys.readouterr().out.rstrip("\n") == shown
 

@@ -24,7 +24,7 @@ from lowbit.quantize import rtn
 from tests.tiny import save_tiny, with_channels
 
 ROOT = Path(__file__).parent.parent
-LAYER = "model.layers.1.mlp.down_proj"  # 64 x 176: tiles with tails
+LAYER = "model.layers.1.mlp.down_proj"  # 64 x 176: its tiles have tails
 PLACES = ((0, 0), (63, 175), (17, 90))
 SCHEMES = [
     "w4a16_g64",
@@ -90,7 +90,7 @@ class TestPath:
         folder, q = quantized(scheme)
         text = by_file(explain(folder, LAYER, row, column))["fragment.py"]
         found = re.findall(r"word \[(.*?)\] = (\w{8}), of the code (.*)", text)
-        # for the whole layer, not for one tile
+        # This packs the whole layer: the shape and the indices in the text belong to it, not to one tile.
         (plane,) = FragmentOrder(wgmma_f16(64), q.scheme.weight).pack(q.codes, q.scheme.weight.bits)
         assert f"int32 {list(plane.shape)}:" in text
         code = 0
@@ -138,7 +138,7 @@ def test_a_16_bit_checkpoint_goes_through_rounding(fp16, quantized, scheme):
         assert stored == original[row, column]
         assert f"code {int(expected.codes[row, column])}" in by_file(steps)["rtn.py"]
         assert weight_at_the_end(steps) == np.float32(expected.dequantize()[row, column].item())
-        # From the code's value on, the steps equal those of the quantized checkpoint, whose bytes they predict.
+        # From the code's value on, the steps equal those of the quantized checkpoint. The bytes predicted here are in its file.
         folder, _ = quantized(scheme)
         other = explain(folder, LAYER, row, column)
         assert steps[3:] == other[1:]
@@ -157,9 +157,8 @@ def test_other_machines(quantized, sm, instruction):
 
 
 def test_register_by_hand(quantized):
-    """Row 17 is row 1 of row block 1, so lane group 1. k = 26 of a tile is k = 10 of step 1: thread 1 of the group, second half
-    of k.
-    """
+    """Row 17 is row 1 of row block 1, which belongs to lane group 1. k = 26 of a tile is k = 10 of k step 1. That is thread 1
+    of the group, in the second half of k."""
     text = by_file(explain(quantized("w4a16_g64")[0], LAYER, 17, 64 + 26))["mma.py"]
     assert "lane 5, k step 1, register a2, lower half" in text
 
@@ -189,7 +188,8 @@ def test_the_walk_ends_in_the_kernels(quantized, monkeypatch):
     assert "step 0 of 128 k is number 0 of that warp: slice 0" in "\n".join(ring.lines)
     assert "row tile 0, row 17 of 128: warpgroup 0, warp 1" in "\n".join(wgmma.lines)
     assert "k tile 1 is the odd stage of k block 0" in "\n".join(wgmma.lines) and "wgmma.mma_async m64n" in wgmma.lines[-2]
-    monkeypatch.setattr("lowbit.explain.kernels.TOKENS", (1 << 18,))  # of a layer so small
+    # a layer of this size takes this kernel only for so many tokens
+    monkeypatch.setattr("lowbit.explain.kernels.TOKENS", (1 << 18,))
     steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90, sm=80)
     (mma,) = (step for step in steps if step.file == "lowbit/kernels/sm80/large_m_gemm.py")
     assert re.search(r"row tile 0, row block 1 of 4: row block [01] of the warps of row [01]; K split 0", mma.lines[1])

@@ -73,6 +73,17 @@ def faster(row: Document) -> bool:
     return row["error"] is None and row["ms_per_token"] <= row["bf16_ms_per_token"]
 
 
+@claims("README.md", E2E)
+def why_fewer_bits(found: Document) -> Iterator[str]:
+    def gain(context: int, batch: int) -> float:
+        wide, int4 = (step(found, scheme, context, batch)["ms_per_token"] for scheme in (None, "w4a16_g128"))
+        return wide / int4
+
+    wide, int4 = (step(found, scheme, 1024, 1)["weight_bytes"] for scheme in (None, "w4a16_g128"))
+    yield f"{gain(1024, 1):.1f} times as fast and {int4 / wide:.2f} of the bytes"
+    yield f"4 bits are then {gain(8192, 64):.2f} times as fast"
+
+
 @claims("docs/generate.md", E2E)
 def steps_for_users(found: Document) -> Iterator[str]:
     for context, batch in ((1024, 1), (1024, 16), (1024, 64), (8192, 1), (8192, 64)):
@@ -271,7 +282,9 @@ def serving_in_detail(found: Document) -> Iterator[str]:
         yield f"{load} {tail}"
 
 
-VLLM, LATER, SAME = (f"h200/2026-11-{name}.json" for name in ("23-vllm", "23-vllm-int4", "24-vllm-int4"))
+VLLM, LATER, SAME, TWO = (
+    f"h200/2026-11-{name}.json" for name in ("23-vllm", "23-vllm-int4", "24-vllm-int4", "28-vllm-two-gpus")
+)
 BATCHES = (1, 16, 64, 256)
 
 
@@ -297,6 +310,62 @@ def beside_vllm(found: Document) -> Iterator[str]:
 @claims("docs/vllm.md", SAME)
 def beside_vllm_with_the_same_weights(found: Document) -> Iterator[str]:
     yield f"[2026-11-24](../benchmarks/results/{SAME})) {cells(*ratios(found, 'w4a16_g128', 'int4'))}"
+    yield f"takes {tokens(found, 'lowbit', 'w4a16_g128')[0]['step_ms']:.2f} ms a step of one request"
+
+
+@claims("docs/vllm.md", TWO)
+def vllm_on_two_gpus(found: Document) -> Iterator[str]:
+    assert found["request"]["gpus"] == 2
+    impls = {
+        "`w4a16_g128`": ("lowbit", "w4a16_g128"),
+        "vLLM's int4 (Machete)": ("vllm", "int4"),
+        "vLLM's bf16": ("vllm", "bf16"),
+    }
+    for name, impl in impls.items():
+        rows = tokens(found, *impl)
+        values = (f"{row['tokens_s']:,.0f}, {row['tokens_s'] / 2:,.0f}, {row['step_ms']:.2f}" for row in rows)
+        yield f"| {name} {cells(*values)}"
+
+
+def of_ranks(name: str) -> str:
+    return f"h200/2026-11-28-tensor-parallel-70b-{name}.json"
+
+
+def ms_of_ranks(name: str) -> dict[tuple[int, str | None], float]:
+    """Users and kind of sums -> the shortest milliseconds a token."""
+    found: dict[tuple[int, str | None], float] = {}
+    for row in document(of_ranks(name))["rows"]:
+        key = (row["batch"], row["sums"])
+        found[key] = min(row["ms_per_token"], found.get(key, row["ms_per_token"]))
+    return found
+
+
+RANKS_PAGE = "docs/internals/tensor-parallel.md"
+
+
+@claims(RANKS_PAGE, of_ranks("w4a16_g128-1"))
+@claims(RANKS_PAGE, of_ranks("w4a16_g128-2"))
+@claims(RANKS_PAGE, of_ranks("w6e3m2a16-1"))
+@claims(RANKS_PAGE, of_ranks("w6e3m2a16-2"))
+@claims(RANKS_PAGE, of_ranks("bf16-2"))
+def a_step_on_two_gpus(_: Document) -> Iterator[str]:
+    for scheme in ("w4a16_g128", "w6e3m2a16"):
+        alone, both = ms_of_ranks(f"{scheme}-1")[1, None], ms_of_ranks(f"{scheme}-2")
+        two = (f"{both[1, sums]:.2f} ({both[1, sums] / alone:.2f})" for sums in ("peer memory", "NCCL"))
+        yield f"| `{scheme}` {cells(1, f'{alone:.2f}', *two)}"
+    w6, bf16 = ms_of_ranks("w6e3m2a16-1"), ms_of_ranks("bf16-2")
+    for users in (8, 32):
+        yield f"| `w6e3m2a16` | {users} | {w6[users, None]:.2f} |"
+    for users in (1, 8, 32):
+        yield f"| bf16 | {users} | | {bf16[users, 'peer memory']:.2f} | {bf16[users, 'NCCL']:.2f} |"
+    more = [2 * bf16[users, "peer memory"] / w6[users, None] for users in (1, 8, 32)]
+    yield "makes {:.2f}, {:.2f} and {:.2f} times".format(*more)
+
+
+@claims("docs/generate.md", of_ranks("w6e3m2a16-2"))
+def a_token_on_two_gpus(_: Document) -> Iterator[str]:
+    both, alone = ms_of_ranks("w6e3m2a16-2")[1, "peer memory"], ms_of_ranks("w6e3m2a16-1")[1, None]
+    yield f"takes {both:.2f} ms in\n`w6e3m2a16`, on one {alone:.2f}"
 
 
 def speeds(rows: list[Document]) -> str:

@@ -74,7 +74,7 @@ def test_the_second_of_two_first_demos_waits(bring, name, tmp_path, downloads):
     threads = [threading.Thread(target=lambda: folders.append(bring(tmp_path, say))) for _ in range(2)]
     for thread in threads:
         thread.start()
-    threads[1].join(2)  # without a lock it would end now
+    threads[1].join(2)  # without a lock, this thread would end during these 2 seconds
     done.set()
     for thread in threads:
         thread.join()

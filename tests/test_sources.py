@@ -78,7 +78,8 @@ def test_a_revision(hub, models):
 
 
 def test_a_broken_download_goes_on(hub, models, monkeypatch):
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1)  # 10 MB by default; received chunks are kept
+    # 10 MB by default; a small chunk size means that the received part of a file is kept
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1)
     size = (models[NAME]["main"] / "model.safetensors").stat().st_size
     hub.break_after = size // 2
     folder = local_model(NAME)  # the client requests the remaining bytes by itself

@@ -60,7 +60,7 @@ def test_the_readme_runs_from_the_wheel_alone(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     (tmp_path / "work").mkdir()
-    save_tiny(tmp_path / "work" / "SmolLM2-135M-Instruct")  # a tiny stand-in for the README's model
+    save_tiny(tmp_path / "work" / "HuggingFaceTB" / "SmolLM2-135M-Instruct")  # a tiny stand-in for the README's model
     checks = f"\nimport lowbit; assert lowbit.__file__.startswith({str(tmp_path)!r}), lowbit.__file__\n"
     code = "\n\n".join(block for _, block in python_blocks((ROOT / "README.md").read_text())) + checks
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}

@@ -86,5 +86,6 @@ def json_tokenizer(vocab_size=160):
     inner = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[], byte_fallback=True, unk_token="<unk>"))
     inner.normalizer = normalizers.Replace(" ", "\u2581")
     inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    inner.add_tokens([AddedToken(tag, normalized=False) for tag in special[3:]])  # as Qwen's: tokens, but not special ones
+    # tags are tokens, but not special tokens, as in Qwen's tokenizer
+    inner.add_tokens([AddedToken(tag, normalized=False) for tag in special[3:]])
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

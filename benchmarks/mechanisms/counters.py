@@ -145,7 +145,7 @@ def _known(ncu: str) -> list[str]:
 
 
 def main() -> None:
-    """The profiled program: each case once, after a marker and a warm-up run."""
+    """The profiled program. After a warm-up of all cases, it runs each case once, after a marker."""
     calls = [call_of(way, m) for _, way, m in CASES]
     for call in calls:
         call()

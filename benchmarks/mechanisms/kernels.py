@@ -39,7 +39,7 @@ class DecodeLoop(Warps):
 
 @gluon.jit
 def dequantized(words, C: gl.constexpr):
-    """The dequantized registers of a tile of words."""
+    """Returns the 16-bit registers to which a tile's words are dequantized."""
     D: gl.constexpr = C.dequantizer
     return gl.inline_asm_elementwise(D.asm, D.constraints, words, dtype=D.types, is_pure=True, pack=1)
 
@@ -47,8 +47,7 @@ def dequantized(words, C: gl.constexpr):
 @gluon.jit
 def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
     """Stores the dequantized registers of words int32 [bits, threads] to out int32 [16, threads]. Then dequantizes changing
-    words `turns` times and stores the clocks of that loop, int32 [threads]. Threads are those of all blocks.
-    """
+    words `turns` times and stores the clocks of that loop, int32 [threads]. `threads` counts the threads of all blocks."""
     BITS: gl.constexpr = C.dequantizer.bits
     OUT: gl.constexpr = len(C.dequantizer.types)
     shared = gl.allocate_shared_memory(gl.int32, [C.threads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -62,7 +61,7 @@ def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
         gl.store(out + i * total + thread, registers[i])
     shared.store(thread)
     barrier()
-    never = thread * 0 + turns  # stores to shared memory execute only for -1
+    never = thread * 0 + turns  # the fence in the loop stores to shared memory only if this is -1
     begin = asm(CLOCK, "=r", [], gl.int32)
     for _ in range(turns):
         registers = dequantized(w, C)
@@ -102,8 +101,7 @@ def stepped(words, held, sums, C: gl.constexpr):
 def step_loop(out, clocks, words, step, turns, C: gl.constexpr):
     """Stores to out float32 [2 * accumulators, threads] the accumulators of one step, then those of `turns` steps with changing
     codes. words int32 [words, threads] has the words of codes, of x and of scales. Stores the clocks of the loop, int32
-    [threads]. Threads are those of all blocks.
-    """
+    [threads]. `threads` counts the threads of all blocks."""
     S: gl.constexpr = C.k_block
     WORDS: gl.constexpr = S.words
     HELD: gl.constexpr = S.token_words + S.scale_words

@@ -36,7 +36,8 @@ TILE = 64
 
 @triton.jit
 def sum_channels(y, x, pixels, channels, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """y int32 [images, channels / TILE, pixels]: sums of TILE channels of 4-bit codes x, uint8, in blocks of BLOCK channels."""
+    """y int32 [images, channels / TILE, pixels] = sums over TILE channels of x. x has 4-bit codes, two to a byte (uint8), in
+    blocks of BLOCK channels."""
     image = tl.program_id(2).to(tl.int64)
     part = tl.program_id(1)
     out = y + (image * tl.num_programs(1) + part) * pixels
@@ -57,14 +58,14 @@ def sum_channels(y, x, pixels, channels, BLOCK: tl.constexpr, TILE: tl.constexpr
 
 
 def arranged(codes: Tensor, block: int) -> Tensor:
-    """Packs uint8 codes [N, C, P] of 4 bits in blocks of channels; 1 is NCHW."""
+    """Packs 4-bit codes, given as uint8 [N, C, P], two to a byte in blocks of `block` channels. A block of 1 means NCHW."""
     n, c, p = codes.shape
     pairs = codes.view(n, c, p // 2, 2) if block == 1 else codes.view(n, c // block, block // 2, 2, p).permute(0, 1, 4, 2, 3)
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
 
 
 def trials() -> Iterator[Trial]:
-    """Returns the trials of both questions."""
+    """Yields the trials of padded channels, then those of reading by layout."""
     for storage in ("u4", "s8"):
         for channels in CHANNELS:
             case = f"{storage}, 3 x 3, {SIZE} x {SIZE}, batch {IMAGES}"
@@ -99,7 +100,7 @@ def _run_once(storage: str, channels: int) -> None:
 
 
 def _measured_conv(storage: str, channels: int) -> Row:
-    """Returns tera-operations per second, without and with padded channels."""
+    """Returns a row with tera-operations per second: those of the real channels only, and those of the padded channels too."""
     conv = _conv(storage, channels)
     codes = _codes(storage, 2, channels)
     if not torch.equal(Nhwc64(storage).unpack(conv(Nhwc64(storage).pack(codes)), channels), conv_reference(codes, conv.layer)):

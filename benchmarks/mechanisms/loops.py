@@ -47,8 +47,8 @@ STEP_GROUPS = (32, 128)
 
 
 def conversion_trials(sms: int) -> Iterator[Trial]:
-    """Returns a trial for each conversion of each format. Figures are per tile, see the module. `latency_clocks` is the time
-    of a single warp whose iterations depend on each other."""
+    """Yields a trial for each conversion of each format. Figures are per tile, as the module's docstring defines it.
+    `latency_clocks` is the time of a single warp whose iterations depend on each other."""
     for fmt, dtype in CONVERSIONS:
         empty = _DecodeTrial(Way("nothing", nothing(fmt, dtype)), sms, False)
         for way in ways(fmt, dtype):
@@ -111,7 +111,7 @@ class _DecodeTrial:
 
 
 def step_trials(sms: int) -> Iterator[Trial]:
-    """Returns trials of int4 in groups: scales applied to the sums after the product, as in the small-M kernel, or to the
+    """Yields trials of int4 in groups. Scales multiply either the sums after the product, as in the small-M kernel, or the
     weights before it."""
     for group in STEP_GROUPS:
         for tokens in STEP_TOKENS:
@@ -130,7 +130,8 @@ class _StepTrial:
         self.launcher = Launcher(step_loop, (sms, 1, 1), STEP_WARPS)
 
     def launch(self, turns: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns sums float32 [sums, lanes] of a step, the expected sums, and clocks int32 [threads] of `turns` more."""
+        """Computes one step, then `turns` more. Returns the sums float32 [sums, lanes] of the first step, the expected sums,
+        and the clocks int32 [threads] of the other steps."""
         lanes, expected = step_operands(self.step)
         words = lanes.repeat(1, self.threads // 32).cuda()
         out = torch.full((2 * self.step.accumulators, self.threads), math.nan, device="cuda")
@@ -139,7 +140,7 @@ class _StepTrial:
         return out[: self.step.accumulators, :32], expected.cuda(), clocks
 
     def measure(self) -> Row:
-        """Returns the clocks of an SM partition, and the instructions, of a step."""
+        """Returns a row with the clocks that a partition of an SM takes for a step, and the step's instructions."""
         self.launch(TURNS)
         sums, expected, clocks = self.launch(TURNS)
         error = relative_error(sums * self.step.factor, expected)
@@ -152,16 +153,15 @@ class _StepTrial:
 
 def step_operands(step: KBlock) -> tuple[Tensor, Tensor]:
     """Returns the words int32 [words, 32] of random weights 16 x 128, of x and of scales in each lane, and the expected
-    accumulators float64 [accumulators, 32]. A lane has rows g and g + 8 of tokens 2 t and 2 t + 1 (PTX ISA, fragments of
-    mma.m16n8k16).
-    """
+    accumulators float64 [accumulators, 32]. Lane 4 g + t has rows g and g + 8 of tokens 2 t and 2 t + 1 of each n8 tile (PTX
+    ISA, fragments of mma.m16n8k16)."""
     generator = torch.Generator().manual_seed(step.tokens)
     fmt = step.conversion.format
     codes = torch.randint(0, 1 << fmt.bits, (16, BLOCK_K), dtype=torch.uint8, generator=generator)
     x = torch.randn(step.tokens, BLOCK_K, generator=generator).half()
     scale = (
         (0.5 + torch.rand(16, step.groups, generator=generator)) * 2.0**15
-    ).half()  # range of stored scales (pack/weight.py)
+    ).half()  # the range of stored scales (pack/weight.py)
     order = FragmentOrder(MMA_M16N8K16_F16, fmt)
     tiles = order.pack(codes, fmt.bits)[0][0]  # [tile, words of 32 lanes]
     words = tiles[:, word_places(fmt.bits)].permute(0, 2, 1).reshape(-1, 32)
@@ -170,7 +170,8 @@ def step_operands(step: KBlock) -> tuple[Tensor, Tensor]:
     lane = torch.arange(32)
     of_x = []
     for n8_tile in range(step.n8_tiles):
-        for register in (i for i in range(32) if i % 2 == 0):  # registers of row g: for each product those of k, then of k + 8
+        # even registers have row g: for each product one with k, then one with k + 8
+        for register in (i for i in range(32) if i % 2 == 0):
             pair = x[(8 * n8_tile + lane // 4)[:, None], k[:, register]]
             of_x.append(pair.contiguous().view(torch.int32)[:, 0])
     of_scale = [

@@ -28,13 +28,14 @@ class Trial:
 
 
 def blank(part: str, case: str, way: str, **more: Any) -> Row:
-    """Returns a row before measurement. `figures` are numbers with names that the part explains."""
+    """Returns a row before it is measured. `figures` has the numbers of the part; the part's module explains their names."""
     row = {"part": part, "case": case, "way": way, "dtype": "fp16", "m": None, "n": None, "k": None}
     return {**row, "us": None, "figures": {}, "rel_err": None, "error": None, **more}
 
 
 def timed(calls: Sequence[Callable[[], Tensor]], reference: Tensor, **figures: float) -> Row:
-    """Returns the microseconds of one of the calls, all of which compute `reference`. The first rows of y are compared."""
+    """Returns a row with the microseconds per call and the given figures. All calls compute the same product, whose first rows
+    are compared with `reference`."""
     graph = capture(calls)
     us = statistics.median(graph.times_us(REPLAYS))
     errors = [relative_error(y, reference) for y in graph.poisoned_outputs()[: len(calls)]]

@@ -39,7 +39,7 @@ OWN = "own"
 
 @dataclass(frozen=True)
 class Way:
-    """A named conversion. The words in memory hold codes as its fields say, with the bits of `flip` inverted."""
+    """A named conversion. Words in memory hold codes in the bit positions of its fields, with the bits of `flip` inverted."""
 
     name: str
     conversion: Conversion
@@ -200,7 +200,8 @@ def _multiplied(own: Conversion) -> Way:
 
 
 def _rebuilt(own: Conversion) -> Way:
-    """Exponents 1 to 7 of e3m2 become 13 to 19; m / 4 * 2^-2 is 2^-2 (1 + m / 4) - 2^-2."""
+    """Returns the conversion of e3m2 that corrects the exponent bias in integers. Exponents 1 to 7 become 13 to 19. Subnormal
+    numbers are m / 4 * 2^-2, computed as 2^-2 (1 + m / 4) - 2^-2."""
 
     def after(b: Builder, register: str) -> str:
         carried = b.add_words(b.mask(register, 0x1C001C00), 0x7C007C00)  # sets the top bit unless the exponent is 0
@@ -213,10 +214,9 @@ def _rebuilt(own: Conversion) -> Way:
 
 
 class _FourPlusTwo(FieldOrder):
-    """The bit positions of 4+2 segments; a step converts 4 codes. Word i < 4 has signs and exponents of steps 2 i and 2 i + 1,
-    and word 4 + i mantissas of steps 4 i to 4 i + 3. Register 2 s of step s has the codes in bytes 1 and 3, register 2 s + 1
-    those in bytes 0 and 2.
-    """
+    """The bit positions of 4+2 segments, converted in 8 steps of 4 codes. Word i < 4 has the signs and exponents of steps 2 i
+    and 2 i + 1; word 4 + i has the mantissas of steps 4 i to 4 i + 3. Step s fills two registers: register 2 s with the codes
+    in bytes 1 and 3, register 2 s + 1 with those in bytes 0 and 2."""
 
     @property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -36,7 +36,7 @@ CHECKED = 4
 
 @dataclass(frozen=True)
 class Timed:
-    """The time of a tile for `rows` rows with `context` tokens before the new one; if `us` is None, there is an error."""
+    """The time of a tile for `rows` rows with `context` tokens before the new one. If `us` is None, `error` has the reason."""
 
     kv: KVScheme
     rows: int
@@ -136,7 +136,8 @@ def tiles_to_time(rows: int, context: int, shape: AttentionShape, machine: Machi
     chosen = choose_decode(rows, shape, longest, machine)
     able = [row.tile for row in candidates_decode(rows, shape, longest, machine) if not row.reasons]
     able.sort(key=lambda tile: modelled_us(tile, rows, shape, context, context, machine))
-    # Tiles that split this context equally differ only in programs without work: of these, the one with fewest splits is timed.
+    # Tiles that split this context equally differ only in programs without work. Of these, the one with the fewest splits is
+    # timed.
     unlike: dict[tuple[int, int, int], DecodeTile] = {}
     for tile in sorted(able, key=lambda tile: tile.splits):
         unlike.setdefault((tile.active(context), tile.block, tile.warps), tile)

@@ -8,11 +8,11 @@ of `<layer>.weight`,
     <layer>.weight_zero     uint8 or float [scale_shape]    with zero points only
     <layer>.weight_order    int32 [K]                       only where the layer's entry says "order": true
     <layer>.pre_quant_scale float [K]                       only where the layer's entry says "pre_quant_scale": true
-    <layer>.weight_up       fp16 [N, r]                     only where the layer's entry says "low_rank": r, and
-    <layer>.weight_down     fp16 [r, K]                     so this; up . down is added to the weight
+    <layer>.weight_up       fp16 [N, r]                     both only where the layer's entry says "low_rank": r;
+    <layer>.weight_down     fp16 [r, K]                     the product up . down is added to the weight
 
 The weights of the experts of a layer are one entry under the name of the model's parameter, such as
-`model.layers.0.mlp.experts.gate_up_proj`. Its "shape" is [E, N, K], which releases without experts refuse; weight_packed,
+`model.layers.0.mlp.experts.gate_up_proj`. Its "shape" is [E, N, K], which older releases refuse; weight_packed,
 weight_scale and weight_zero have a leading dimension E, and all experts share the weight_order and the pre_quant_scale. N is
 the number of outputs of one expert and K that of its inputs, also for models that store the transposed matrix. Rows keep the
 model's order (gpt-oss: gate and up alternate). Experts have no weight_up and weight_down. Biases keep their names.

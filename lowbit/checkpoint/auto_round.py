@@ -5,9 +5,9 @@
                              GPTQ, version 2 (zeros unchanged)
     auto_round:auto_awq      AWQ, version gemm
 
-GPTQ's codes may also have 5, 6 and 7 bits here, as one stream of bits like 3. `extra_config` gives single layers another width
-or group size, or keeps them in 16 bits; the shapes of a layer's tensors determine which. Formats for quantized activations
-and floating-point weights have other tensors and are refused.
+GPTQ's codes may also have 5, 6 and 7 bits here, stored as one stream of bits like 3-bit codes. `extra_config` gives single
+layers another width or group size, or keeps them in 16 bits; the shapes of a layer's tensors show which. Formats for quantized
+activations and floating-point weights have other tensors and are refused.
 Source: auto-round 0.16.1, inference/convert_model.py, inference/backend.py, auto_round/export/export_to_autoround/export.py.
 """
 

@@ -62,7 +62,7 @@ class WeightArgs:
 
     @property
     def scheme(self) -> Scheme:
-        """Returns the scheme of a layer's QuantTensor; integers of 1 bit become integers of 2."""
+        """Returns the scheme of a layer's QuantTensor. 1-bit integers become 2-bit ones, since no format has 1 bit."""
         weight: NumberFormat
         if self.layout in _SMALL_FLOATS:
             weight = _SMALL_FLOATS[self.layout]

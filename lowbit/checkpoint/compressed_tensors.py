@@ -6,11 +6,12 @@
     float-quantized     weight float8_e4m3fn [N, K]
     naive-quantized     as int- or float-quantized, by the type
     mxfp4-pack-quantized, mxfp8-quantized, mxfp6-pack-quantized
-                        weight_packed uint8 (mxfp8: weight) and weight_scale uint8 [N, K / 32], exponents of two less 127
-    nvfp4-pack-quantized, read only
+                        weight_packed uint8 (mxfp8: weight) and weight_scale uint8 [N, K / 32], exponents of two plus 127
+    nvfp4-pack-quantized, which is only read
                         weight_packed, weight_scale float8_e4m3fn [N, K / 16], weight_global_scale, their divisor (nvfp4.py)
 
-and weight_scale [1], [N, 1], [N, G] or, for blocks, [N / n, K / k], all rounded up; w = scale * (q - zero point).
+Pack-, int- and float-quantized layers also have weight_scale [1], [N, 1], [N, G] or, for blocks, [N / n, K / k] (rounded up);
+w = scale * (q - zero point). W and W' are numbers of words, G that of groups.
 
 Since 0.18 words are dense (W = ceil(K * bits / 32)); before, each word held 32 // bits codes and its high bits were unused.
 Both are read (their widths differ) and written. A layer belongs to the `config_groups` entry that its tensors fit, so no

@@ -1,4 +1,4 @@
-"""Mixtures of experts in checkpoints: the quantized matrices of one expert layer, whatever names and shapes its files have.
+"""Mixtures of experts in checkpoints: reads the quantized matrices of an expert layer, for all names and shapes that files use.
 
 Expert e of a layer computes  down_e (act(gate_e x) * (up_e x))  for x [K]; gate_e and up_e are [I, K], down_e is [K, I]. Files
 hold the experts in one of two ways:
@@ -50,12 +50,12 @@ _ACTIVATIONS = "activations of experts stay in 16 bits: their scale is static, a
 
 @dataclass(frozen=True)
 class ExpertEntry:
-    """One expert layer by its headers.
+    """One expert layer, as the headers of its tensors describe it.
 
     experts: E. gate_up: shape (2 I, K) and scheme of one expert's gate and up, or the refusal; (I, K) for experts without a
     gate (`gated` is False). down: (K, I). 8-bit activations of a scheme become 16-bit ones in `ExpertTensors` if the files have
-    static scales for them. biased: the experts have biases. layers: the quantized layers of a reader that the experts consist
-    of, expert by expert, and biases: the plain tensors; both are empty for stacked experts.
+    static scales for them. biased: the experts have biases. layers: names of the quantized layers of which the experts consist,
+    expert by expert. biases: names of the tensors with their biases. Both are empty for stacked experts.
     """
 
     experts: int
@@ -68,7 +68,7 @@ class ExpertEntry:
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Why no `ExpertTensors` holds the layer; empty if one does."""
+        """The reasons why `ExpertTensors` cannot hold the layer; empty if it can."""
         return tuple(dict.fromkeys(each.refusal for each in (self.gate_up, self.down) if each.scheme is None))
 
     @property
@@ -79,11 +79,11 @@ class ExpertEntry:
 
 @dataclass(frozen=True, eq=False)
 class ExpertTensors:
-    """The quantized experts of one layer: gate_up and down have one matrix per expert, all of one scheme each.
+    """The quantized experts of one layer. gate_up and down have one matrix per expert; the matrices of each have one scheme.
 
     gate_up: [2 I, K], first the rows of the gate, then those of up; [I, K] for experts without a gate. down: [K, I].
-    gate_up_bias [E, 2 I] (rows in the same order) and down_bias [E, K] as in the files, or None. notes: lines about what the
-    files state and these matrices do not. Raises ValueError for no experts, and for matrices that differ in shape or scheme.
+    gate_up_bias [E, 2 I] (rows in the same order) and down_bias [E, K] as in the files, or None. notes: lines on settings of
+    the files that are ignored. Raises ValueError if there is no expert, and for matrices that differ in shape or scheme.
     """
 
     gate_up: tuple[QuantTensor, ...]
@@ -106,9 +106,9 @@ class ExpertTensors:
         return len(self.down)
 
     def alternating(self) -> ExpertTensors:
-        """Returns the same experts with rows of gate and up in turn, the gate's first, as gpt-oss has them.
+        """Returns the same experts with alternating rows of gate and up, the gate's first, as gpt-oss stores them.
 
-        Raises ValueError for rows that share scales.
+        Raises ValueError if rows share scales in blocks.
         """
         if isinstance(self.gate_up[0].scheme.granularity, PerBlock):
             raise ValueError(f"rows of {self.gate_up[0].scheme} share scales in blocks and keep their order")
@@ -117,7 +117,7 @@ class ExpertTensors:
         return replace(self, gate_up=tuple(_rows(q, rows) for q in self.gate_up), gate_up_bias=bias)
 
     def gate_first(self) -> ExpertTensors:
-        """Returns experts whose rows of gate and up take turns with all rows of the gate first; inverse of `alternating`."""
+        """Returns the same experts with all rows of the gate before those of up; the inverse of `alternating`."""
         rows = gate_first(torch.arange(self.gate_up[0].shape[0], device=self.gate_up[0].codes.device)[None])[0]
         bias = None if self.gate_up_bias is None else gate_first(self.gate_up_bias)
         return replace(self, gate_up=tuple(_rows(q, rows) for q in self.gate_up), gate_up_bias=bias)
@@ -185,8 +185,8 @@ class GroupedExperts:
     def read(self, name: str, layer: Callable[[str], QuantTensor], get: Callable[[str], Tensor]) -> ExpertTensors:
         """Returns the experts of one layer. `layer` returns a quantized layer, `get` a plain tensor by name.
 
-        An act-order permutation is undone where scales do not depend on it; that of `down` becomes an order of the rows of
-        gate and up. Raises CheckpointError with `ExpertEntry.refusals`, and for values that no `ExpertTensors` holds.
+        An act-order permutation is undone if the scales do not depend on it. The one of `down` is applied to the rows of gate
+        and up instead. Raises CheckpointError with `ExpertEntry.refusals`, and for values that `ExpertTensors` cannot hold.
         """
         members, entry = self._members[name], self.experts[name]
         if entry.refusals:
@@ -210,7 +210,7 @@ class GroupedExperts:
             raise CheckpointError(f"{self._where}: {name}: {error}") from error
 
     def _add(self, module: str, kind: Literal["layers", "biases", "plain"], name: str) -> None:
-        """Adds a layer or tensor `name` of the module of one expert's matrix; nothing for other modules."""
+        """Records the layer or tensor `name` if `module` is one matrix of an expert; ignores other modules."""
         match = _MEMBER.fullmatch(module)
         if match is not None and match["matrix"] in SPELLINGS and int(match["expert"]) < MAX_EXPERTS:
             table = getattr(self._members.setdefault(match["layer"], _Members()), kind)
@@ -251,12 +251,12 @@ class GroupedExperts:
 
 
 def gate_first(rows: Tensor) -> Tensor:
-    """Returns [E, 2 I, ..], in which rows of gate and up alternate, with all rows of the gate before those of up."""
+    """Returns [E, 2 I, ..] with all rows of the gate before those of up, given alternating rows."""
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
 
 
 def alternating(rows: Tensor) -> Tensor:
-    """Returns [E, 2 I, ..] with rows of gate and up in turn, the gate's first; the inverse of `gate_first`."""
+    """Returns [E, 2 I, ..] with alternating rows of gate and up, the gate's first; the inverse of `gate_first`."""
     gate, up = rows.chunk(2, dim=1)
     return torch.stack((gate, up), dim=2).flatten(1, 2)
 
@@ -264,8 +264,8 @@ def alternating(rows: Tensor) -> Tensor:
 def one_scheme(matrices: Sequence[QuantTensor]) -> list[QuantTensor]:
     """Returns the same matrices under one scheme, with the same weights.
 
-    Matrices without zero points get the middle as zero points where others have zero points of the same width. Raises
-    ValueError for schemes that differ in more.
+    If some matrices have zero points and others have none, the others get the middle of the range as zero points. Raises
+    ValueError for schemes that differ in anything else.
     """
     schemes = {q.scheme for q in matrices}
     if len(schemes) == 1:
@@ -305,9 +305,9 @@ def _in_order(q: QuantTensor, notes: dict[str, None]) -> QuantTensor:
 
 
 def _without_order_of_down(first: list[QuantTensor], down: QuantTensor) -> tuple[list[QuantTensor], QuantTensor]:
-    """Returns one expert with the channel order of `down` moved to the rows of the matrices before it, which is exact.
+    """Returns one expert without the channel order of `down`: the rows of gate and up are permuted instead, which is exact.
 
-    Raises ValueError where that is impossible: for rows that share scales, and for gate and up in one matrix.
+    Raises ValueError if that is impossible, because rows share scales or gate and up are one matrix.
     """
     order = down.input_transform.order
     if order is None:

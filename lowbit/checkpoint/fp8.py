@@ -59,10 +59,11 @@ _STATIC = ("activation_scale", "input_scale")
 
 @dataclass(frozen=True)
 class Fp8(ForeignSchema):
-    """Granularity of the scales, the name of their tensor (None: either of two), whether they are exponents, whether
-    activations are quantized dynamically; `rule` of their quantization, `left_out`: why they are not quantized.
+    """The layout of one configuration. scale_name: the tensor of the scales; None: weight_scale or weight_scale_inv.
+    exponents: scales are stored as exponents of two. dynamic: activations are quantized dynamically. rule: the rule of their
+    quantization. left_out: why they are not quantized, or empty.
 
-    A per-tensor scale is written as weight_scale [], or as weight_scale_inv [1, 1] by a schema from `fit`.
+    A per-tensor scale is written as weight_scale [], or as weight_scale_inv [1, 1] if that is the `scale_name`.
     """
 
     granularity: Granularity
@@ -152,15 +153,15 @@ class Fp8(ForeignSchema):
         return (*SCALE_DTYPES, torch.float8_e8m0fnu, torch.uint8) if self.exponents else SCALE_DTYPES
 
     def scheme(self, static: bool) -> Scheme:
-        """Returns the scheme of a layer, whose activations have a static scale or none."""
+        """Returns the scheme of a layer. static: its activations have a static scale."""
         if not (self.dynamic or static):
             return Scheme(_E4M3, None, self.granularity)
         return Scheme(_E4M3, _E4M3, self.granularity, rule=self.rule)
 
 
 class Fp8Experts(ExpertSchema):
-    """Stacked experts with scales per block, as Transformers' FP8Experts has them. Static scales of activations are ignored:
-    experts have one scheme, and these would have a scale each."""
+    """Stacked experts with scales per block, as Transformers' FP8Experts has them. Static scales of activations are ignored,
+    because each expert has its own scale and an `ExpertTensor` has one for all."""
 
     suffixes = tuple(
         f"{name}{kind}" for name in ("gate_up_proj", "down_proj") for kind in ("", "_scale_inv", "_activation_scale")
@@ -219,5 +220,5 @@ class Fp8Experts(ExpertSchema):
 
 
 def read_scales(layer: ForeignLayer, suffix: str) -> Tensor:
-    """Returns the scales of a tensor of floats or of exponents of two."""
+    """Returns the scales in a tensor, which has floats or exponents of two."""
     return layer.scales(suffix) if layer.tensor(suffix).dtype in SCALE_DTYPES else read_e8m0(layer, suffix)

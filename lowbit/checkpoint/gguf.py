@@ -10,9 +10,10 @@
     Q6_K 256 weights: nibbles, upper bits, 16 int8 scales, f16 d                                         w = d s (q - 32)
     MXFP4 32 weights: exponent e of two plus 127, nibbles e2m1 as in Q4_0                                w = 2^(e - 127) q
 
-d s and dmin m have up to 19 bits and are stored exactly, in float32; other scales stay fp16. Scales may be negative or zero.
-Experts are stacked: a tensor [E, N, K] has the blocks of one expert after the other. Other types are refused: IQ4_NL and the IQ
-types index tables of unevenly spaced values.
+q is the number that is stored for a weight, d and dmin are scales of a block, s scales of its groups, m minima. The products
+d s and dmin m have up to 19 bits and are kept exactly, in float32; other scales stay fp16. Scales may be negative or zero.
+Experts are stacked: a tensor [E, N, K] has the blocks of all experts, one expert after another. Other types are refused; some
+of them (IQ4_NL, the IQ types) index tables of unevenly spaced values.
 Source: ggml's block structures and the package gguf 0.19 (quants.py, constants.py).
 """
 
@@ -81,8 +82,10 @@ def _q8_0(block: Tensor) -> Decoded:
 
 
 def _k_scales(block: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns d s and -dmin m, float32 [.., 8], of a Q4_K or Q5_K block. 12 bytes hold 16 numbers of 6 bits; the upper two
-    bits of the last four scales (minima) are the upper bits of the first four's bytes."""
+    """Returns d s and -dmin m, float32 [.., 8], of a Q4_K or Q5_K block.
+
+    12 bytes hold 8 scales and 8 minima of 6 bits. The bytes of the first four scales (minima) hold in their two upper bits
+    the upper bits of the last four."""
     a, b, c = (block[..., start : start + 4] for start in (4, 8, 12))
     scale = torch.cat((a & 63, (c & 15) | (a >> 6 << 4)), dim=-1)
     minimum = torch.cat((b & 63, (c >> 4) | (b >> 6 << 4)), dim=-1)
@@ -216,7 +219,7 @@ class GgufReader:
         return shape[0], self._entry(name)
 
     def layer(self, name: str, device: torch.device | str = "cpu", expert: int | None = None) -> QuantTensor:
-        """Returns a quantized matrix, decoded on a device; of stacked experts that of one."""
+        """Returns a quantized matrix, decoded on a device. expert: which matrix of stacked experts, else None."""
         tensor, block = self.tensors[name], self._block(name)
         assert block is not None, f"{name} is a plain tensor"
         n, k = tensor.shape[-2:]

@@ -13,8 +13,8 @@ Act-order ("desc_act") files have a g_idx that is not monotonic. The QuantTensor
 At 2, 4 and 8 bits, writers of version 1 subtract 1 from each field of whole 32-bit words, so that a zero of 0 borrows from its
 neighbour; adding to whole words restores every zero. At other widths they subtract from each field separately. (Older
 GPTQModel used other constants at 3 bits; its symmetric files are refused, since their zeros are not the middle.) Widths of 5,
-6 and 7 bits are refused: GPTQModel stores bit planes and auto-round a stream under one name. auto-round's own format is
-always a stream (auto_round.py).
+6 and 7 bits are refused, because the files do not show how they are stored: by GPTQModel as bit planes, by auto-round as a
+stream. In auto-round's own format they are always a stream (auto_round.py).
 Source: AutoGPTQ, GPTQModel 7.7.0 (utils/model.py), auto-round 0.16.1 (qlinear_torch_zp.py).
 """
 

@@ -125,7 +125,7 @@ class Lock:
         self._remove_made()
 
     def require(self) -> None:
-        """Raises CheckpointError if another process has acquired the lock, which a process on another machine may do after this
+        """Raises CheckpointError if another process has acquired the lock. A process on another machine can acquire it if this
         one was stopped for SILENT_SECONDS."""
         if not self._is_ours():
             holder = _described(Owner.parse(_read(self.file)))
@@ -183,8 +183,8 @@ class Lock:
             raise
 
     def _still_ours(self) -> bool:
-        """Whether the lock is still ours after a process that took it at the same time, without flock, could write its identity
-        too.
+        """Returns whether the lock is still ours. Without flock another process may take it at the same time; the pause lets
+        that process write its identity before the file is read.
         """
         time.sleep(_POLL_SECONDS)
         return self._is_ours()

@@ -1,7 +1,7 @@
 """ModelOpt's exports for Transformers (`quant_method: "modelopt"`). These values of `quant_algo` are supported:
 
     NVFP4, W4A16_NVFP4   weight uint8 [N, K / 2], weight_scale float8_e4m3fn [N, K / 16], weight_scale_2 float32 [];
-                         nvfp4.py has what they mean
+                         explained in nvfp4.py
     FP8                  weight float8_e4m3fn [N, K], weight_scale and input_scale float32 [], as other fp8 files (fp8.py)
     W4A16_AWQ            weight uint8 [N / 2, K], int4 in two's complement, row 2i in the low nibbles of row i and 2i + 1 in the
                          high ones; weight_scale float [N, K / g], groups are full; pre_quant_scale float [K], a factor of x, if
@@ -36,7 +36,7 @@ def schema(config: Mapping[str, Any], where: Path | str) -> ForeignSchema:
     algorithm = config_value(config, where, ("quant_algo",), str)
     if algorithm == "FP8":
         fp8 = Fp8.from_config({"quant_method": "fp8", "activation_scheme": "static"}, where)
-        return replace(fp8, rule=ActivationRule.OWN)  # ModelOpt multiplies x with 448 / amax
+        return replace(fp8, rule=ActivationRule.OWN)  # as lowbit, ModelOpt multiplies x by 448 / amax
     if algorithm == _AWQ:
         return Int4Awq()
     if algorithm not in _NVFP4:

@@ -1,11 +1,12 @@
 """The file of a checkpoint with what its layers compute: sums of their outputs for known inputs.
 
-Whoever loads the checkpoint computes the same sums with the kernels that will serve it (`models.numerics`). A scale in another
-place, a wrong group, a transposed expert or a kernel with another layout changes them by more than rounding does.
+When the checkpoint is loaded, `models.numerics` computes the same sums with the kernels that will serve it. A misplaced scale,
+a wrong group, a transposed expert or a kernel that expects another layout changes the sums by more than rounding does.
 
-The inputs are `PROBES` rows of +-amplitude, the signs by a hash of row and channel, so that every code and every scale counts
-in every row. Each stored number is a sum of the outputs of up to `CHANNELS` neighbouring channels with different factors, so
-that channels cannot change places. Numbers are divided by the layer's root mean square and stored as fp16.
+The inputs are `PROBES` rows of +-amplitude, with signs from a hash of row and channel, so that every code and every scale
+affects every row. Each stored number is a sum of the outputs of up to `CHANNELS` neighbouring channels. Outputs are multiplied
+by different factors (`sums_of`), so that exchanged channels change the sum. Sums are divided by the root mean square of the
+layer's outputs and stored as fp16.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from lowbit.checkpoint.target import NUMERICS as FILE
 
 VERSION = 1
 PROBES = 4
-"""Inputs of a layer, rows of x."""
+"""Number of inputs (rows of x) of a layer."""
 CHANNELS = 4
-"""Output channels in a stored sum."""
+"""Number of output channels in a stored sum."""
 KEPT_LOGITS = 32
-"""Largest logits that are stored of each token."""
+"""Number of logits that are stored for each token: the largest ones."""
 TOKENS = 16
-"""Tokens whose logits are stored."""
+"""Number of tokens whose logits are stored."""
 _FACTORS = (1.0, 1.25, 1.5, 1.75)
 _FACTOR_RMS = math.sqrt(sum(f * f for f in _FACTORS) / len(_FACTORS))
 
@@ -44,9 +45,9 @@ _FACTOR_RMS = math.sqrt(sum(f * f for f in _FACTORS) / len(_FACTORS))
 class LayerSums:
     """What one layer computes.
 
-    sums: float32 [PROBES, ceil(N / CHANNELS)], of experts [E, ceil(H / CHANNELS)], divided by `rms`, the root mean square of
-    its outputs. outputs: N. error: relative error of the outputs to those of the 16-bit weights, or None. experts: the rows are
-    those of the experts, each for one input.
+    sums: float32 [PROBES, ceil(N / CHANNELS)], divided by `rms`, the root mean square of the outputs. outputs: N. error: error
+    of the outputs relative to those of the 16-bit weights, or None. experts: the layer has E experts, and row e of sums [E, ..]
+    is the output of expert e for one input.
     """
 
     sums: Tensor
@@ -58,15 +59,15 @@ class LayerSums:
 
 @dataclass(frozen=True)
 class Numerics:
-    """The layers of a checkpoint by name, and the largest logits of `TOKENS` tokens: their numbers and values
-    [TOKENS, KEPT_LOGITS], or None where they were not computed."""
+    """The layers of a checkpoint by name, and the largest logits of `TOKENS` tokens: their token ids and their values, both
+    [TOKENS, KEPT_LOGITS]; None if they were not computed."""
 
     layers: dict[str, LayerSums]
     logits: tuple[Tensor, Tensor] | None = field(default=None)
 
 
 def _hash(n: int, seed: int) -> Tensor:
-    """int64 [n] of 32 random bits each: the finalizer of MurmurHash3 (public domain) of channel and seed."""
+    """Returns int64 [n] with 32 random bits each, by the finalizer of MurmurHash3 (public domain) of index and seed."""
     x = torch.arange(n, dtype=torch.int64) + (seed + 1) * 0x9E3779B9
     x = x & 0xFFFFFFFF
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -75,19 +76,19 @@ def _hash(n: int, seed: int) -> Tensor:
 
 
 def probes(k: int, amplitude: float = 1.0) -> Tensor:
-    """Returns the inputs float32 [PROBES, k]: +-amplitude."""
+    """Returns the inputs float32 [PROBES, k], whose elements are +-amplitude."""
     signs = torch.stack([(_hash(k, row) >> 7) & 1 for row in range(PROBES)])
     return (2.0 * signs - 1.0).float() * amplitude
 
 
 def tokens(vocab: int, count: int = TOKENS) -> Tensor:
-    """Returns the tokens int64 [count] of a vocabulary of `vocab`; the logits of the first TOKENS are stored."""
+    """Returns token ids int64 [count] below `vocab`; the logits of the first TOKENS are stored."""
     return _hash(count, 1000) % vocab
 
 
 def sums_of(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (sums, norms), float32 [rows, ceil(N / CHANNELS)], of outputs y [rows, N]: sum and root of the sum of squares of
-    factor * y over the channels of each part."""
+    """Returns (sums, norms), float32 [rows, ceil(N / CHANNELS)], of outputs y [rows, N]: over the channels of each sum, the sum
+    of factor * y, and the root of the sum of its squares."""
     rows, n = y.shape
     code = _hash(n, 2000).to(y.device)
     factor = torch.tensor(_FACTORS, device=y.device)[(code >> 3) & 3] * (2.0 * ((code >> 7) & 1) - 1.0)
@@ -102,11 +103,12 @@ def layer_sums(y: Tensor, error: float | None = None, *, experts: bool = False) 
 
 
 def difference(y: Tensor, kept: LayerSums) -> float:
-    """Returns the largest difference of the sums of y [rows, N] from those that were kept, relative to the outputs in a sum, or
-    to half of the layer's root mean square where they are smaller; infinite if y is not finite or has another shape.
+    """Returns the largest relative difference between the sums of y [rows, N] and the stored sums `kept`.
 
-    Row i is the output for input i mod PROBES; the differences of the inputs are combined by their root mean square. Of experts
-    row e is that of expert e, each by itself.
+    A difference is relative to the norm of the outputs in its sum, or to that of outputs of half the layer's root mean square,
+    if that is larger. Row i of y is the output for input i mod PROBES; the inputs are combined by their root mean square. For
+    experts, row e is the output of expert e, and experts are not combined. The result is infinite if y is not finite or has
+    another shape.
     """
     if not bool(y.isfinite().all()):
         return float("inf")
@@ -134,8 +136,8 @@ def to_text(numerics: Numerics) -> str:
 
 
 def read(folder: Path) -> Numerics | None:
-    """Returns what the file of a checkpoint states; None if it has none or one of a later version. Raises CheckpointError,
-    naming the file, for a damaged one."""
+    """Returns the content of a checkpoint's file of numerics; None if there is no such file, or one of another version. Raises
+    CheckpointError, naming the file, if it is damaged."""
     path = folder / FILE
     if not path.is_file():
         return None

@@ -6,8 +6,8 @@
 
     w = code * (scale / global scale)   or   w = code * (scale * global scale)
 
-Both tools round the term in brackets to float32 and multiply the code by it. The group scales here are these float32
-numbers, so the weights are bit-identical to the tools'. The two factors are not stored, so the files cannot be written.
+Both tools round the term in brackets to float32 and multiply the code by it. A QuantTensor has these float32 numbers as its
+group scales, so the weights are bit-identical to the tools'. It does not have the two factors, so such files are only read.
 Source: compressed-tensors 0.19.0 (compressors/nvfp4, quantization/lifecycle/forward_helpers.py), ModelOpt 0.47.0
 (torch/quantization/qtensor/nvfp4_tensor.py).
 """

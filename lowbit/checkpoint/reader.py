@@ -400,7 +400,7 @@ def _tensor_info(path: Path, name: str, entry: Any, start: int, size: int) -> Te
         raise CheckpointError(f"{path}: {name}: dtype, shape or data_offsets missing or unknown ({error!r})") from error
     if not all(type(v) is int and v >= 0 for v in (*shape, begin, end)):
         raise CheckpointError(f"{path}: {name}: shape and data_offsets are lists of non-negative integers")
-    # Strides are products of extents in 64 bits, also those of tensors without elements.
+    # torch computes strides as 64-bit products of extents, even for tensors without elements.
     if len(shape) > MAX_DIMENSIONS or math.prod(max(1, extent) for extent in shape) * dtype.itemsize >= 1 << 63:
         raise CheckpointError(f"{path}: {name}: no tensor can have the shape {str(shape)[:80]}; the file is damaged")
     count = dtype.itemsize * math.prod(shape)

@@ -40,9 +40,10 @@ _FLAGS = {
     "order": "weight_order", "pre_quant_scale": "pre_quant_scale", "activation_scale": "activation_scale",
     "activation_zero": "activation_zero",
 }  # fmt: skip
-"""Key of a layer's entry -> suffix of the tensor that the layer has if the value is true."""
+"""Key of a layer's entry -> suffix of a tensor. The layer has the tensor if the value of the key is true."""
 OLD_NAMES = {"input_scale": "pre_quant_scale"}
-"""Old key of an entry and suffix of a tensor (before the first release) -> current name. Both are read, new ones written."""
+"""Name from before the first release (a key of an entry, and a suffix of a tensor) -> current name. Both are read; only the
+current name is written."""
 _FACTORS = ("weight_up", "weight_down")
 """Tensors of a layer whose entry states a "low_rank"."""
 _ENTRY_KEYS = {"shape", "scheme", "low_rank", "hadamard", *_FLAGS}
@@ -73,19 +74,19 @@ class LayerEntry:
 
     @classmethod
     def of(cls, q: QuantTensor | ExpertTensor) -> LayerEntry:
-        """Returns the entry of a matrix, or of those of the experts of a layer."""
+        """Returns the entry of one matrix, or of the matrices of a layer's experts."""
         if isinstance(q, ExpertTensor):
             return cls(q.shape, q.scheme, q.input_transform.parts, experts=q.experts)
         return cls(q.shape, q.scheme, q.input_transform.parts, 0 if q.low_rank is None else q.low_rank.rank)
 
     @property
     def stated_shape(self) -> list[int]:
-        """The shape in config.json: [N, K], or [E, N, K] for experts, which readers without experts refuse."""
+        """The shape in config.json: [N, K], or [E, N, K] for experts, which older releases refuse."""
         return [self.experts, *self.shape] if self.experts else list(self.shape)
 
     @property
     def weights(self) -> int:
-        """The number of weights, of all experts."""
+        """The number of weights, summed over all experts."""
         return max(self.experts, 1) * self.shape[0] * self.shape[1]
 
     def stated(self) -> dict[str, Any]:
@@ -192,7 +193,8 @@ class Manifest:
 
 
 def current_names(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a layer's entry with current key names. An old key beside its new one is kept, and refused later."""
+    """Returns a layer's entry with current key names. If an entry has both names of a key, the old one is kept, and refused
+    later."""
     renamed = {old: new for old, new in OLD_NAMES.items() if new not in entry}
     return {renamed.get(key, key): value for key, value in entry.items()}
 
@@ -207,7 +209,7 @@ def layer_tensors(q: QuantTensor | ExpertTensor) -> dict[str, Tensor]:
     """Returns the tensors of a layer by suffix: weight_packed, weight_scale and, if present, weight_zero, weight_order,
     pre_quant_scale, activation_scale, activation_zero, weight_up and weight_down.
 
-    Those of the weights of experts have a leading dimension E, except for the parts of the input transform."""
+    The tensors of experts have a leading dimension E, except those of the input transform."""
     if isinstance(q, ExpertTensor):
         tensors = {"weight_packed": q.packed.contiguous(), "weight_scale": q.scale.contiguous()}
         if q.zero is not None:
@@ -264,7 +266,7 @@ def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int,
 
 
 def unstated_tensors(name: str, entry: LayerEntry) -> dict[str, str]:
-    """Returns full name of each tensor that the layer must not have -> the key that config.json lacks for it."""
+    """Returns the tensors that the layer must not have: full name -> the key of config.json that would allow it."""
     unstated = {f"{name}.{suffix}": f'"{key}": true' for key, suffix in _FLAGS.items() if not getattr(entry.input_parts, key)}
     return unstated | ({} if entry.low_rank else {f"{name}.{suffix}": '"low_rank": its rank' for suffix in _FACTORS})
 

@@ -48,7 +48,8 @@ class CheckpointWriter:
     """Writes tensors in shards of at most `shard_bytes` to a hidden folder beside `folder`; a single file is named `single`.
 
     `finish` renames the hidden folder to `folder`. Leaving the `with` block without it removes the hidden folder and keeps or
-    restores what was at `folder`; the next writer removes the rest of a killed process. `say` gets a line on a replacement.
+    restores what was at `folder`; the next writer removes the rest of a killed process. `say` is called with a line if a
+    checkpoint is replaced.
 
     Raises CheckpointError where `target.check_folder` does: `folder` overlaps `sources` (the files and folders that are read),
     or it is not empty and `overwrite` is false or it is not a checkpoint. Entering the block acquires the lock of `folder`, and
@@ -128,7 +129,7 @@ class CheckpointWriter:
         stated = quantization
         if isinstance(quantization, Manifest):
             stated = dataclasses.replace(quantization, files=dict(zip(names, sums, strict=True))).to_dict()
-        config = {key: value for key, value in config.items() if key != GUARD_KEY}  # of a lowbit source
+        config = {key: value for key, value in config.items() if key != GUARD_KEY}  # the source may be a lowbit checkpoint
         if isinstance(quantization, Manifest):
             config[GUARD_KEY] = GUARD
             source = self._sources[0] if self._sources else copy_from

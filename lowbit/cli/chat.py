@@ -198,9 +198,10 @@ def _history() -> Iterator[Any]:
 
 
 class _Interrupts:
-    """Counts Ctrl-C during an answer. The second one raises KeyboardInterrupt; with `immediate`, the first one does.
+    """Counts Ctrl-C during an answer. The second one raises KeyboardInterrupt; with `immediate`, already the first one.
 
-    For a model in this process the caller stops after the current token, because a decode step must not be interrupted.
+    For a model in this process `immediate` is False, because a decode step must not be interrupted: the caller stops after the
+    current token.
     """
 
     def __init__(self, immediate: bool) -> None:

@@ -228,8 +228,8 @@ def _report(lines: list[str]) -> None:
 
 
 def _plan_as_json(plan: Plan) -> dict[str, object]:
-    """Returns a plan as JSON: layers with their [N, K], weights of experts with [E, N, K]; `others` maps layers with another
-    scheme than `scheme` to it."""
+    """Returns a plan as JSON. `layers` has the shape [N, K] of each layer, or [E, N, K] of weights of experts. `others` maps
+    layers whose scheme is not `scheme` to their own scheme."""
     return {
         "scheme": plan.scheme.name,
         "others": {name: other.name for name, other in plan.others.items()},

@@ -1,5 +1,5 @@
-"""`lowbit compile` and `lowbit compile-wheel`: compile kernels of a model into a file, or those of known models into a wheel,
-for machines without a C compiler and for a fast first start."""
+"""`lowbit compile` and `lowbit compile-wheel`. The first compiles the kernels of a model into a file, the second those of known
+models into a wheel. Both are for machines without a C compiler and for a fast first start."""
 
 from __future__ import annotations
 

@@ -137,7 +137,8 @@ def evaluate(
 
 
 def _above(document: dict[str, Any], gate: float) -> list[str]:
-    """Returns a line for each loss of a result above `gate` nats per token. Raises ValueError if none was measured."""
+    """Returns a line for each loss of a result that is above `gate` nats per token. Raises ValueError if no loss was
+    measured."""
     if "rows" in document:
         first, *others = document["rows"]
         losses = [(row["model"], "nats per token", row["nll"] - first["nll"]) for row in others]

@@ -1,4 +1,5 @@
-"""`lowbit eval-images`, `lowbit import-onnx` and `lowbit export-onnx`: image networks in and out, and their accuracy."""
+"""`lowbit eval-images`, `lowbit import-onnx` and `lowbit export-onnx`: measure the accuracy of image networks, and convert them
+from and to ONNX."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def eval_images(
 def _evaluated(
     networks: dict[str, Any], images: Labelled, preparation: Preparation, batch: int, device: str
 ) -> list[dict[str, Any]]:
-    """Returns a row for each network; `same` is the percentage of answers as those of the first."""
+    """Returns a row for each network. `same` is the percentage of images for which it gives the same answer as the first
+    network."""
     import torch
 
     from lowbit.progress import Progress, periodic_lines

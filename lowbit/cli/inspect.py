@@ -184,7 +184,7 @@ def _foreign_contents(source: ResolvedSource) -> Inspected:
 
 
 def _checked(reader: CheckpointReader) -> list[str]:
-    """Compares the files of a checkpoint with their checksums; returns one line per check that passed."""
+    """Compares the files of a checkpoint with their checksums, and returns lines that describe what was checked."""
     from lowbit.models.load import verified_files
 
     total = sum(file.stat().st_size for file in {reader.info(name).file for name in reader.names()})
@@ -196,7 +196,7 @@ def _checked(reader: CheckpointReader) -> list[str]:
 
 
 def _layer_row(name: str, q: QuantTensor | ExpertTensor) -> dict[str, Any]:
-    """Returns the row of a layer; "experts" is the number of experts that have an N x K matrix each, 0 for a single matrix."""
+    """Returns the row of a layer. "experts" is the number of experts, each with a matrix N x K; 0 for a single matrix."""
     experts, low_rank = getattr(q, "experts", 0), getattr(q, "low_rank", None)
     return {
         "layer": name,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lowbit.serve.server import Server
 
 MOST_ON_A_CPU = 8
-"""Default of --max-concurrent on a CPU, which computes sequences one after another: more would slow down all of them."""
+"""Default of --max-concurrent on a CPU. A CPU computes sequences one by one, so more of them would slow down all."""
 
 MOST_ON_A_GPU = 64
 
@@ -178,7 +178,7 @@ def _run(running: Server, sock: socket.socket) -> int:
     """Serves until a signal or until the engine fails; returns the exit status."""
     try:
         running.run(sockets=[sock])
-    except KeyboardInterrupt:  # before or after the server handles signals itself
+    except KeyboardInterrupt:  # raised only before and after the time in which the server handles signals itself
         return 128 + signal.SIGINT
     if running.service.worker.dead:
         return 1

@@ -1,4 +1,4 @@
-"""Seconds of the phases of a start, from the start of the process on."""
+"""Measures the phases of a start in seconds, beginning with the start of the process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def process_age_s() -> float:
-    """Returns the seconds since this process was started; where Linux's /proc is missing, its CPU time."""
+    """Returns the seconds since this process was started, or its CPU time on systems without Linux's /proc."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 MOST_BYTES = 1 << 20
-"""Bytes queued at most while standard error is not read; further writes are dropped and counted."""
+"""Maximum number of bytes that are queued while standard error is not read. Further writes are dropped and counted."""
 
 LAST_SECONDS = 1.0
-"""Seconds to write the rest of the queue at exit."""
+"""Maximum time for writing the rest of the queue at exit."""
 
 
 class QueuedStream(io.TextIOBase):
@@ -30,7 +30,7 @@ class QueuedStream(io.TextIOBase):
         self._bytes = 0
         """Bytes in the queue and in the thread's current write."""
         self._dropped = 0
-        """Dropped writes since the last queued one."""
+        """Number of writes dropped since the last one that was queued."""
         self._ending = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._copy, name="lowbit-stderr", daemon=True)
@@ -46,7 +46,7 @@ class QueuedStream(io.TextIOBase):
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Returns whether the file descriptor is a terminal."""
+        """Returns True if the file descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def writable(self) -> bool:

@@ -1,10 +1,11 @@
-"""Shared by the commands: two consoles that escape their output, errors as one line on stderr, results as JSON.
+"""Code that the commands share: two consoles that escape their output, errors as one line on stderr, results as JSON.
 
 A command first checks its arguments with modules that need no torch, then calls `load_layers`, which takes seconds.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -89,9 +90,11 @@ KERNELS_FILE = "--kernels takes a file that lowbit compile wrote"
 
 
 def user_errors(command: Command) -> Command:
-    """Prints errors that a user can fix as one line on stderr and exits with 1; other exceptions are bugs and propagate.
+    """Wraps a command. Errors that a user can fix are printed as one line on stderr, and the process exits with 1. Other
+    exceptions are bugs and propagate.
 
-    The command's docstring becomes its help, each paragraph on one line: typer would keep the line breaks of the source.
+    The command's docstring becomes its help. Each paragraph is put on one line, since typer would keep the line breaks of the
+    source.
     """
 
     @functools.wraps(command)
@@ -137,19 +140,20 @@ def _user_error_types() -> tuple[type[Exception], ...]:
 
 
 def load_layers(module: str = "lowbit.demo") -> None:
-    """Imports torch, Transformers and `module` with what it needs, after the arguments are checked. The default is what most
-    commands use.
+    """Imports torch, Transformers and `module` with all that it imports. Call it after the arguments are checked. The default
+    module imports what most commands use.
 
-    Until it returns, Ctrl-C ends the process at once; afterwards it raises KeyboardInterrupt.
+    Until this function returns, Ctrl-C ends the process at once; afterwards Ctrl-C raises KeyboardInterrupt.
     """
     from transformers.utils import logging
 
-    gc.disable()  # imports make objects that live as long as the process: traversing them takes a tenth of the time
+    gc.disable()  # objects of imported modules live as long as the process; collecting takes a tenth of the time of imports
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     logging.set_tqdm_hook(_tqdm_hook)
     importlib.import_module(module)
     gc.freeze()
+    atexit.register(gc.unfreeze)  # otherwise nanobind reports frozen objects as leaked when the process ends
     gc.enable()
     restore_keyboard_interrupt()
 
@@ -183,7 +187,8 @@ def local_draft(name: str | None) -> str | None:
 
 
 def adapters_of(given: list[str] | None) -> dict[str, str]:
-    """Returns the folders of --lora by their names. Raises ValueError for another form, a name twice, and no folder."""
+    """Returns the folders of --lora by their names. Raises ValueError for a wrong form, a duplicate name, and a folder that
+    does not exist."""
     adapters: dict[str, str] = {}
     for each in given or ():
         name, _, folder = each.partition("=")
@@ -198,7 +203,7 @@ def adapters_of(given: list[str] | None) -> dict[str, str]:
 
 
 def check_schemes(names: str | None) -> None:
-    """Checks every scheme of a comma-separated list, in which "none" means 16 bits."""
+    """Raises ValueError unless every part of a comma-separated list is a scheme or "none", which means 16 bits."""
     for name in () if names is None else names.split(","):
         check_scheme(None if name.strip() in ("", "none") else name)
 
@@ -217,7 +222,7 @@ def _message(error: Exception) -> str:
 
 
 def check_json(target: Path | None, result: str, folder: Path | None = None) -> None:
-    """Raises ValueError, before any work, if the command may not write its result to `target`.
+    """Raises ValueError if the command may not write its result to `target`. Call it before any work.
 
     `target` must not be `folder`, the command's output folder, nor lie inside it.
     """

@@ -1,4 +1,4 @@
-"""The engine: a decode step over packed weights, a paged KV cache, continuous batching.
+"""The engine: decode steps over packed weights, with a paged KV cache and continuous batching.
 
 A request:
     engine.py            submit, cancel, stream, step            request.py          a prompt and how to continue it

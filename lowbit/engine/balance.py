@@ -1,9 +1,10 @@
-"""Keys whose channels are of similar magnitude, so that few bits hold them.
+"""Scales the channels of keys to similar magnitudes, so that keys can be stored in few bits.
 
-Some models have biases on keys: of Qwen2.5-Coder-0.5B's first layer a few are over 100, most below 7. A row of keys has one
-scale, so those few decide the rounding of all. But q . k stays the same if a channel of k is divided by a factor and that
-channel of q multiplied by it; two channels that RoPE rotates together need the same one. With powers of two nothing is rounded.
-The factors go into the rows of the weights of q and k, so steps and prompts cost what they did.
+Some models have large biases on keys. In the first layer of Qwen2.5-Coder-0.5B a few exceed 100, while most are below 7. A row
+of keys has one scale, so these few channels determine the rounding error of all. But q . k stays the same if a channel of k is
+divided by a factor and the same channel of q is multiplied by it. Two channels that RoPE rotates together need the same factor.
+Factors are powers of two, so that multiplying by them rounds nothing. They are multiplied into the rows of the weights of q and
+k, so steps and prompts take no more time.
 
     factor = 2^round(log2(sqrt(m / median of m)))      m: magnitude of a pair of channels, bias and weights together
 
@@ -26,11 +27,11 @@ from lowbit.nn import QuantLinear
 
 
 def balance_keys(decoder: Decoder) -> int:
-    """Scales the rows of q and k of a decoder's modules where k has a bias, in place: the model computes the same. Returns the
-    number of layers that were scaled; a layer is scaled once.
+    """Scales the rows of the weights of q and k in place, in each layer where k has a bias. The model computes the same result.
+    Returns the number of layers that were scaled now; layers that were scaled before are skipped.
 
-    Nothing changes without a bias on k, with norms of q and k after the products, with q, k and v in one module, and where
-    several rows share a scale.
+    A layer is also skipped if its q and k are normalised after the products, if q, k and v are one module, or if several rows
+    share a scale.
     """
     changed = 0
     for layer in decoder.layers:
@@ -48,7 +49,7 @@ def balance_keys(decoder: Decoder) -> int:
 
 
 def factors_of(module: nn.Module) -> Tensor | None:
-    """Returns what the rows of a module of q or k were multiplied by, float32 [N]; None if they were not."""
+    """Returns the factors by which the rows of a module of q or k were multiplied, float32 [N]; None if they were not."""
     return getattr(module, "row_factors", None)
 
 
@@ -64,7 +65,7 @@ def key_factors(layer: DecoderLayer, shape: AttentionShape) -> Tensor:
     rotates together."""
     k: Any = layer.qkv[1]
     weight = k.weight.detach().float() if isinstance(k, nn.Linear) else k.dequantized_weight(torch.float32)
-    of_weights = (weight * layer.input_gamma.detach().float().to(weight.device)).square().sum(1)  # of x with an RMS of 1
+    of_weights = (weight * layer.input_gamma.detach().float().to(weight.device)).square().sum(1)  # E[k^2] for x of RMS 1
     magnitude = (k.bias.detach().float().square() + of_weights).sqrt().view(shape.kv_heads, shape.head_dim)
     half = shape.rotary_dim // 2
     pairs = torch.maximum(magnitude[:, :half], magnitude[:, half : 2 * half])
@@ -74,7 +75,7 @@ def key_factors(layer: DecoderLayer, shape: AttentionShape) -> Tensor:
 
 @torch.no_grad()
 def _scale_rows(module: Any, factors: Tensor) -> None:
-    """Multiplies the rows of a layer's weight and its bias, and notes it."""
+    """Multiplies the rows of a layer's weight and its bias by `factors`, and records them as `row_factors`."""
     of_rows = factors[:, None]
     if isinstance(module, QuantLinear):
         q = module.quant_tensor()

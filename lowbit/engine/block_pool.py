@@ -1,9 +1,9 @@
 """The pages of the KV cache: free, used by requests, or kept as cached prefixes.
 
-A page holds keys and values of 128 tokens in every layer. The cache key of a full page is its tokens and its previous page, or
-for the first page the adapter that computed it; a later prompt with the same prefix reuses the page. Cached pages are never
-written again, so nothing is copied. Cached pages without a user are evicted when their memory is needed, least recently used
-first.
+A page holds keys and values of 128 tokens in every layer. The cache key of a full page consists of its tokens and the page
+before it; the first page of a sequence has the adapter in place of a page before it. A later prompt with the same prefix reuses
+the pages. Cached pages are never written again, so they can be shared without a copy. If memory is needed, cached pages without
+a user are evicted, the least recently used first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lowbit.kernels.choose.attention import PAGE
 
 DUMMY_PAGE = 0
-"""The page used by padding rows; never allocated."""
+"""The page that padding rows use. It is never allocated."""
 
 
 class BlockPool:
@@ -38,7 +38,7 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     def allocate(self) -> int | None:
-        """Allocates and returns a page; evicts a cached one if none is free. None if all are in use."""
+        """Allocates a page and returns it. If no page is free, evicts a cached one; returns None if all pages are in use."""
         if self._free:
             page = self._free.pop()
         elif self._evictable:
@@ -50,8 +50,8 @@ class BlockPool:
         return page
 
     def match_prefix(self, tokens: Sequence[int], most: int, adapter: int = -1) -> list[int]:
-        """Returns the cached pages, at most `most`, of the longest prefix of `tokens` cached with `adapter` (-1: none). The
-        caller becomes a user of these pages.
+        """Returns the pages of the longest prefix of `tokens` that is cached for `adapter` (-1: no adapter), at most `most`
+        pages. The caller becomes a user of these pages.
         """
         pages: list[int] = []
         number = _root(adapter)
@@ -67,8 +67,8 @@ class BlockPool:
         return pages
 
     def cache_prefix(self, pages: Sequence[int], tokens: Sequence[int], adapter: int = -1) -> None:
-        """Caches the full ones of `pages`, which hold `tokens` from the first token on, computed with `adapter` (-1: none). The
-        caller must be a user of the pages and must not write to full ones again.
+        """Caches those of `pages` that are full. The pages hold `tokens` from the first token on, computed with `adapter` (-1:
+        no adapter). The caller must be a user of the pages and must not write to full pages again.
         """
         number = _root(adapter)
         for i, page in enumerate(pages[: len(tokens) // PAGE]):
@@ -90,7 +90,8 @@ class BlockPool:
                 del self._cached[self._keys.pop(page)]
 
     def free(self, pages: Sequence[int]) -> None:
-        """Frees the pages of a request, given in order of tokens. Later pages are evicted first."""
+        """Frees the pages of a request, given in order of tokens. They are released from the last to the first, so that later
+        pages are evicted first: a prefix can be reused without the pages after it."""
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page]:
@@ -102,7 +103,8 @@ class BlockPool:
 
 
 def _root(adapter: int) -> int:
-    """Returns the number in place of a previous page: 0 without an adapter, else negative, since pages have positive ones."""
+    """Returns the number that the first page's key has in place of the number of a previous page. It is 0 without an adapter,
+    else negative; numbers of pages are positive."""
     return -1 - adapter
 
 

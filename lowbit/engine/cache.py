@@ -14,19 +14,20 @@ from lowbit.kernels.choose.attention import PAGE
 from lowbit.pack.kv_pages import KVPages, page_bytes
 
 SHARE = 0.9
-"""Share of a GPU's free memory for pages, without that of graphs; activations of decode steps and prompts take the rest."""
+"""Share of a GPU's free memory that pages take. What CUDA graphs will take is subtracted before. The rest is for activations
+of decode steps and prompts."""
 
 CPU_BYTES = 1 << 30
 """Default memory for pages on a CPU, which other programs share."""
 
 CPU_SHARE = 0.5
-"""Share of a CPU's available memory that keys and values may take if each sequence allocates its own."""
+"""Share of a CPU's available memory that keys and values may take if there are no pages and each sequence allocates its own."""
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Layout of the cache: keys and values of `kv_heads` heads of `head_dim` elements in each of `layers` layers, in the format
-    `kv`; those in 16 bits have the model's `dtype`."""
+    """Layout of the cache. Each of `layers` layers has keys and values of `kv_heads` heads of `head_dim` elements, in the
+    format `kv`. Keys and values in 16 bits have the model's `dtype`."""
 
     layers: int
     kv_heads: int
@@ -74,8 +75,8 @@ class CacheBudget:
     def for_device(
         cls, device: torch.device, given: int | None, *, allocated: bool = True, graph_bytes: int = 0
     ) -> CacheBudget:  # fmt: skip
-        """Returns the budget `given` (cache_bytes), or else a share of free memory. `allocated`: the whole cache is allocated
-        at the start. graph_bytes: memory that the outputs of CUDA graphs will take.
+        """Returns the budget `given` (cache_bytes), or else a share of free memory. `allocated`: True if the whole cache is
+        allocated at the start. `graph_bytes`: memory that the outputs of CUDA graphs will take.
         """
         if given is not None:
             return cls(given, "cache_bytes")
@@ -108,7 +109,7 @@ class CacheBudget:
         return pages
 
     def refusal(self, page_bytes: int, tokens: int) -> str:
-        """Returns a message: why a sequence of `tokens` tokens does not fit, and what to do."""
+        """Returns a message that says why a sequence of `tokens` tokens does not fit, and what to do."""
         need = (1 + pages_for(tokens)) * page_bytes
         return (
             f"it takes {_size(need)} of keys and values, there are {_size(self.bytes_)} ({self.source}): shorten it, give more "

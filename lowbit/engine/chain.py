@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS
 from lowbit.kernels.choose.tiles import RING_TOKENS, SMALL_TOKENS
 from lowbit.ops.elementwise import EmbeddingTable, add_norm, embed_norm_squares
 from lowbit.ops.fused_gemm import Gated, chain_refusals, factor_of, norm_gemm, residual_gemm
+from lowbit.ops.lora import LoraSums
 from lowbit.ops.ranks import Ranks
 from lowbit.pack.fragment import ROW_BLOCK
 
@@ -109,8 +110,8 @@ class Chain:
         lora: LayerLora | None = None, name: ProductName = "qkv",
     ) -> Tensor:  # fmt: skip
         norm = {"width": self.decoder.hidden, "eps": self.decoder.eps, "factor": gamma.factor}
-        bias = w.bias if lora is None else lora.step.bias(lora.layer, name, x, w.bias, squares=squares, **norm)
-        return norm_gemm(x, w.weight, squares, bias, gated=gated, **norm)  # type: ignore[arg-type]
+        sums, bias = _adapters(lora, name, x, w.bias, squares=squares, **norm)
+        return norm_gemm(x, w.weight, squares, bias, gated=gated, lora=sums, **norm)  # type: ignore[arg-type]
 
     def _gathered(self, logits: Tensor) -> Tensor:
         return logits if self.ranks is None else self.ranks.gathered(logits, self.decoder.vocab)
@@ -121,8 +122,18 @@ class Chain:
         """h += the product, of all ranks, which go without adapters; phases as in `Ranks.total`."""
         if self.ranks is not None:
             return self.ranks.added(w(x), h, gamma.values, gamma.factor, phase)
-        bias = w.bias if lora is None else lora.step.bias(lora.layer, name, x, w.bias)
-        return residual_gemm(x, w.weight, h, gamma.values, bias, factor=gamma.factor)
+        sums, bias = _adapters(lora, name, x, w.bias)
+        return residual_gemm(x, w.weight, h, gamma.values, bias, factor=gamma.factor, lora=sums)
+
+
+def _adapters(
+    lora: LayerLora | None, name: ProductName, x: Tensor, bias: Tensor | None, **norm: Any
+) -> tuple[LoraSums | None, Tensor | None]:  # fmt: skip
+    """Returns what the epilogue of a product adds: sums of adapters and the bias, or both as one bias of tokens."""
+    if lora is None:
+        return None, bias
+    sums = lora.step.sums(lora.layer, name, x, **norm)
+    return sums, bias if sums is not None else lora.step.bias(lora.layer, name, x, bias, **norm)
 
 
 def most_tokens(links: Sequence[ChainLayer]) -> int:

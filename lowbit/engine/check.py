@@ -36,7 +36,7 @@ tests/engine/test_family.py proves the formulas of a family; this check finds mo
 """
 
 TOKENS = 33
-"""Number of prompt tokens; a decode step computes one more."""
+"""Number of prompt tokens with which a program is compared; a decode step then computes one more token."""
 
 
 def program_for(
@@ -44,7 +44,7 @@ def program_for(
     persistent_step: bool | None = None, ranks: Ranks | None = None,
 ) -> tuple[ModelProgram, float]:  # fmt: skip
     """Returns the program of a model, and the relative difference of its logits from the model's own. Raises ValueError if
-    `kv` is not 16 bits, or the model is one rank's part, and there is no decode program."""
+    there is no decode program and one is needed: for a `kv` of fewer than 16 bits, and for one rank's part of a model."""
     program: ModelProgram
     if forward:
         on_cpu = model.device.type == "cpu"
@@ -71,9 +71,9 @@ def program_of(
     model: PreTrainedModel, positions: int, *, batch_invariant: bool, kv: KVScheme = KV16, persistent_step: bool | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[ModelProgram, float]:  # fmt: skip
-    """Returns (program, difference) of a model for sequences of up to `positions` tokens, with keys and values in `kv`. It is
-    the decode program with the relative difference of its logits from the model's, or a `ForwardProgram`, which has the
-    reasons, and 0.
+    """Returns (program, difference) of a model for sequences of up to `positions` tokens, with keys and values in `kv`. If the
+    model has a decode program, returns it with the relative difference of its logits from the model's. Else returns a
+    `ForwardProgram`, whose `reasons` say why there is none, and 0.
     """
     decoder = recognise(model, max(positions, TOKENS + 1))
     if isinstance(decoder, tuple):
@@ -99,8 +99,8 @@ def program_of(
 
 
 def kernel_refusals(decoder: Decoder, dtype: torch.dtype, kv: KVScheme = KV16) -> tuple[str, ...]:
-    """Reasons why the kernels of a decode step cannot compute a decoder in `dtype` with keys and values in `kv`; empty if they
-    can."""
+    """Returns the reasons why the kernels of a decode step cannot compute a decoder in `dtype` with keys and values in `kv`;
+    empty if they can."""
     reasons = [*attention_refusals(decoder.attention), *kv_refusals(kv, decoder.attention.head_dim), *triton_refusals()]
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"its kernels compute in fp16 and bf16, the model is in {str(dtype).removeprefix('torch.')}")
@@ -111,7 +111,8 @@ def kernel_refusals(decoder: Decoder, dtype: torch.dtype, kv: KVScheme = KV16) -
 
 @contextlib.contextmanager
 def summing_forward(decoder: Decoder, ranks: Ranks) -> Iterator[None]:
-    """Inside the context, Transformers' forward of one rank's part computes what the whole model does, if all ranks run it."""
+    """Inside the context, Transformers' forward of one rank's part computes the logits of the whole model. All ranks must run
+    it together."""
 
     def gathered(module: nn.Module, args: object, y: Tensor) -> Tensor:
         return ranks.gathered(y.reshape(-1, y.shape[-1]), decoder.vocab).view(*y.shape[:-1], decoder.vocab)
@@ -132,8 +133,9 @@ def difference_to(
     model: PreTrainedModel, make: Callable[[], DecodeProgram], forward: AbstractContextManager[object] | None = None
 ) -> tuple[DecodeProgram, float]:  # fmt: skip
     """Returns the program of `make` and the relative difference ||program - model|| / ||model|| of the logits, after a random
-    prompt and after one decode step. The model runs first, since the program may repack its weights. Keys and values are in 16
-    bits, whatever the program's own: this compares formulas, not what fewer bits lose. forward: the model runs within it.
+    prompt and after one decode step. The model runs first, since the program may repack its weights. The comparison is about
+    formulas, so it stores keys and values in 16 bits even if the program has fewer. `forward`: a context in which the model
+    runs.
     """
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)

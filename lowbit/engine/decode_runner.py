@@ -1,7 +1,7 @@
-"""Launches decode steps of any number of requests; on a GPU as one CUDA graph for each size, including sampling.
+"""Launches decode steps of any number of requests. On a GPU, a CUDA graph for each size launches the step with its sampling.
 
 A graph stores addresses. So all tensors that a step reads or writes keep their addresses: slots, cache, weights, and the rows
-and results here. A step whose size has no graph is padded with rows of the dummy slot.
+and results of each `DecodeStep`. A step whose size has no graph is padded with rows of the dummy slot.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ kernels/choose/attention.py).
 """
 
 Variant = tuple[int, bool | None, int]
-"""(rows, filters, longest context). filters: True if some request samples instead of being greedy; None for a step that
-computes logits only.
+"""(rows, filters, longest context). filters: True if some request samples or has a grammar, False if all are greedy; None for a
+step that computes logits only.
 """
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A step's rows with their sampled tokens, log-probabilities and logits; `graph` replays the step, None without graphs. A
-    step that computes logits only has no tokens and log-probabilities.
+    """A step's rows with their sampled tokens, log-probabilities and logits. `graph` replays the step; it is None without
+    graphs. A step that computes logits only has no tokens and no log-probabilities.
     """
 
     rows: Tensor
@@ -56,11 +56,11 @@ def sizes_for(most: int) -> tuple[int, ...]:
 
 
 def graph_bytes(most: int, drafts: int, vocab: int, draft_vocab: int, itemsize: int) -> int:
-    """Returns an upper bound of the memory that the logits of captured steps take: each graph has its own.
+    """Returns an upper bound of the bytes that the logits of captured steps take. Each graph has logits of its own.
 
-    For steps of up to `most` rows, and with guesses if `drafts` > 0, of logits [rows, vocab] of `itemsize` bytes, and for those
-    of a draft model, [rows, draft_vocab] (0: none). Steps with grammars are counted; prompts, whose graphs share their logits,
-    and activations, whose memory all graphs share, are not.
+    Steps have up to `most` rows and logits [rows, vocab] of `itemsize` bytes. Steps with guesses are included if `drafts` > 0,
+    and steps of a draft model, with logits [rows, draft_vocab], if `draft_vocab` > 0. Steps with grammars are included. Not
+    included are prompts, whose graphs share their logits, and activations, whose memory all graphs share.
     """
     rows = sum(sizes_for(most))
     verified = sum(sizes_for(min(MOST_ROWS, most * (1 + drafts)))) if drafts else 0
@@ -88,8 +88,8 @@ class DecodeRunner:
         self._captured: dict[Variant, DecodeStep] = {}
 
     def variants(self, grammars: bool = False) -> list[Variant]:
-        """Returns all variants, the largest first, whose memory later captures reuse. grammars: those of steps with grammars
-        too.
+        """Returns all variants. The largest come first, so that later captures reuse their memory. `grammars`: includes the
+        variants of steps with grammars.
         """
         return [
             (size, filters, reach)
@@ -104,8 +104,8 @@ class DecodeRunner:
         return size, filters, next(reach for reach in self.reaches if reach >= longest)
 
     def launch(self, rows: abc.Sequence[Any], filters: bool | None, longest: int) -> DecodeStep:
-        """Launches a step of the slots `rows`. filters: some request samples; None computes logits only, which the next launch
-        overwrites. longest: an upper bound of the context lengths.
+        """Launches a step of the slots `rows`. `filters`: True if some request samples or has a grammar; None computes only
+        logits. `longest`: an upper bound of the context lengths. The next launch overwrites the results.
         """
         size, _, reach = variant = self.variant(len(rows), filters, longest)
         if not self.graphs:

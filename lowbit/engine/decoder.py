@@ -32,8 +32,8 @@ class DenseMLP:
 
 @dataclass(frozen=True, eq=False)
 class ExpertsMLP:
-    """A mixture of experts, computed by `engine.experts.ExpertMLP`: `block` is Transformers' module with router and experts,
-    `router` its module that chooses experts."""
+    """A mixture of experts, computed by `engine.experts.ExpertMLP`. `block` is Transformers' module with router and experts;
+    `router` is the module in it that chooses the experts."""
 
     block: nn.Module
     router: nn.Module
@@ -43,11 +43,12 @@ class ExpertsMLP:
 class DecoderLayer:
     """A decoder layer: its module, and the modules and weights in it.
 
-    qkv: the modules whose outputs are concatenated to q, k, v; one module if the checkpoint has them fused. Gammas [H] are
-    weights of norms, with a bias for LayerNorm: `input_gamma` before attention, `mlp_gamma` before the MLP, and those after
-    attention and MLP, if any. q_gamma and k_gamma [head_dim] are of each head. window: tokens that a token attends to, itself
-    included; 0 for all. rope: index into `Decoder.ropes`. qk_norms: norms of whole q and k, of all heads together, if any.
-    sinks [heads]: a score of each head without a value, if any.
+    qkv: the modules whose outputs are concatenated to q, k, v; one module if the checkpoint has them fused. Gammas [hidden] are
+    the weights of norms, and biases [hidden] belong to LayerNorms: `input_gamma` of the norm before attention, `mlp_gamma`
+    before the MLP, `after_attention_gamma` and `after_mlp_gamma` after them, if any. q_gamma and k_gamma [head_dim] are the
+    weights of norms of each head of q and k. window: tokens that a token attends to, itself included; 0 for all. rope: index
+    into `Decoder.ropes`. qk_norms: norms of q and of k over all heads together, if any. sinks [heads]: attention sinks, if any;
+    for each head, a score that takes part in the softmax and has no value.
     """
 
     module: nn.Module

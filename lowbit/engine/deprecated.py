@@ -1,4 +1,4 @@
-"""Names of this package until 2026-11. They still work, with a DeprecationWarning."""
+"""Names that this package had until 2026-11. They still work, with a DeprecationWarning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incremental detokenization: whole characters only, without stop strings."""
+"""Incremental detokenization. It returns whole characters only, and no stop strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ word.
 """
 
 MOST_OF_A_CHARACTER = 4
-"""Maximum number of tokens of a character, one for each byte."""
+"""Maximum number of tokens of a character: one for each of its bytes."""
 
 MOST_UNFINISHED = 32
 """Number of tokens after which an incomplete character is treated as invalid bytes."""
@@ -96,7 +96,7 @@ class Detokenizer:
         self._out = 0  # characters of `text` that `push` has returned
 
     def push(self, token: int) -> str:
-        """Adds a token and returns the new text; "" inside a character or a possible stop string."""
+        """Adds a token and returns the new text. It is "" while a character or a possible stop string is incomplete."""
         if self.stopped:
             return ""
         self._window.append(token)
@@ -117,7 +117,7 @@ class Detokenizer:
     def _add(self, decoded: str) -> str:
         """Appends the new part of the window's decoded text, and advances the window."""
         added = decoded[len(self._shown) :] if decoded.startswith(self._shown) else self._decode(self._window[self._new :])
-        if added:  # whole characters only: decoders drop bytes at the start that begin no character
+        if added:  # the new tokens begin with a whole character; at the start, decoders would drop bytes of a partial one
             self._window = self._window[self._new :]
         elif self._new > MOST_UNFINISHED:  # tokens without text, such as special tokens
             self._window = self._window[: self._new]

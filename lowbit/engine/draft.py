@@ -1,8 +1,9 @@
-"""A draft model: a small model that guesses the next tokens of sequences, one decode step for each.
+"""A draft model: a small model that guesses the next tokens of sequences, in one decode step for each token.
 
-It has slots and a cache of its own with the page tables of the engine: a page of its cache has the keys and values of the same
-tokens as that page of the engine's. Prompts are computed for both. Guesses are greedy. Keys and values of tokens that plain
-steps sampled are computed when the sequence, or a later one with the same cached pages, is guessed again.
+It has slots and a cache of its own, and the page tables of the engine. So page i of its cache has the keys and values of the
+same tokens as page i of the engine's cache. Prompts are computed by both models. Guesses are greedy. Steps without guesses
+sample tokens whose keys and values the draft model lacks. It computes them when it next guesses tokens of that sequence, or of
+a later one with the same cached pages.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ class DraftModel:
         self.decode_runner = DecodeRunner(self.program, self.slots, min(most, MOST_ROWS), graphs=graphs)  # a step with guesses
         self.prefill_runner = PrefillRunner(self.program, self.slots, min(chunk_tokens, most * longest), graphs=graphs)
         self.warm_up_run: WarmUpRun | None = None
-        """Finds its kernels; None without CUDA graphs."""
+        """Finds the kernels of the draft model; None without CUDA graphs."""
         if graphs is not None:
             self.warm_up_run = WarmUpRun(self.program, self.decode_runner, self.prefill_runner, None, None, most, longest)
 
     def captures(self) -> list[tuple[str, Callable[[], object]]]:
-        """Returns (description, function that captures it) of its graphs: greedy steps, and prompts."""
+        """Returns (description, function that captures it) for each graph of the draft model: greedy steps and prompts."""
         if not self.decode_runner.graphs:
             return []
         steps = [variant for variant in self.decode_runner.variants() if variant[1] is False]
@@ -83,7 +84,8 @@ class DraftModel:
         ]  # fmt: skip
 
     def admit(self, scheduled: SchedulerOutput) -> None:
-        """Finds how many tokens of admitted sequences are in pages of earlier ones. Call for each step before its prompts."""
+        """Sets how many first tokens of each admitted sequence are computed already, in pages that it shares with earlier
+        sequences. Call it in each step before `prefill`."""
         begins = {chunk.sequence: chunk.begin for chunk in scheduled.chunks}
         shared = {sequence.running_slot: begins.get(sequence, 0) // PAGE for sequence in scheduled.admitted}
         self._complete -= {page for slot, index, page in scheduled.new_pages if index >= shared.get(slot, 0)}
@@ -93,8 +95,8 @@ class DraftModel:
             sequence.drafted_tokens = known * PAGE
 
     def prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:
-        """Computes keys and values of prefill chunks, but for those before which it lacks some: `guess` computes these too.
-        Their sequences have slots and pages."""
+        """Computes keys and values of prefill chunks, whose sequences must have slots and pages. A chunk is skipped if the
+        draft model lacks keys and values of tokens before it; `guess` computes both later."""
         chunks = [chunk for chunk in chunks if chunk.sequence.drafted_tokens >= chunk.begin]
         if not chunks:
             return
@@ -104,10 +106,11 @@ class DraftModel:
             self._complete.update(chunk.sequence.pages[chunk.begin // PAGE : chunk.end // PAGE])
 
     def guess(self, counts: abc.Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """Returns as many greedy guesses of each sequence. The sequences are scheduled, with pages for all guesses, and their
-        sampled tokens are read; the device tables must be written.
+        """Returns `counts[sequence]` greedy guesses of each sequence. The sequences must be scheduled with pages for all
+        guesses, their sampled tokens must have been read, and the tables on the device must be written.
 
-        Runs a step for each guess of a sequence and one more: the keys and values of the last guess are needed if it is right.
+        Runs one step for each guess of a sequence, and one more, which computes the keys and values of the last guess. They are
+        needed if that guess is right.
         """
         sequences = sorted(counts, key=lambda sequence: -counts[sequence])
         self._catch_up(sequences)
@@ -116,7 +119,7 @@ class DraftModel:
         self.slots.start(slots, last, [sequence.computed_tokens - 1 for sequence in sequences])
         launched = []
         for done in range(counts[sequences[0]] + 1):
-            active = [sequence for sequence in sequences if counts[sequence] >= done]  # the first ones
+            active = [sequence for sequence in sequences if counts[sequence] >= done]  # the first in order of `counts`
             longest = max(sequence.computed_tokens for sequence in active) + done
             step = self.decode_runner.launch(slots[: len(active)], False, longest)
             launched.append(step.tokens[: len(active)].clone())  # the next step of a graph overwrites them
@@ -138,7 +141,8 @@ class DraftModel:
         return token if token < self.vocab else 0
 
     def _catch_up(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Computes the tokens before the last one that the draft model has not computed: those of plain steps."""
+        """Computes keys and values that the draft model lacks, of all tokens before the last one. Steps without guesses left
+        them out."""
         for sequence in sequences:
             tokens, end = sequence.tokens, sequence.computed_tokens - 1
             while sequence.drafted_tokens < end:

@@ -72,37 +72,40 @@ class Engine:
 
     Args:
         max_concurrent: requests computed at once; others wait in a queue.
-        max_length: tokens of a request, prompt included (default: the model's positions, as far as the cache holds them).
+        max_length: maximum number of tokens of a request, prompt included. Default: the model's positions, or fewer if the
+        cache
+            cannot hold as many.
         cache_bytes: memory for keys and values (default: most of a GPU's free memory).
-        kv: how keys and values are stored (`formats.kv.KV_GRAMMAR`): "16" (the model's dtype), "fp8", "int8", "int4", or keys
-            and values apart, "k8v4". Needs a decode program unless it is "16".
-        chunk_tokens: prompt tokens in a step, a multiple of the page of 128 tokens.
-        batch_invariant: results do not depend on the other requests of a step; for models whose quantized layers were made so
-            (`nn.linear.make_batch_invariant`).
+        kv: how keys and values are stored (`formats.kv.KV_GRAMMAR`): "16" (the model's dtype), "fp8", "int8", "int4", or one
+            format for keys and another for values, such as "k8v4". Needs a decode program unless it is "16".
+        chunk_tokens: maximum number of prompt tokens in a step, a multiple of the 128 tokens of a page.
+        batch_invariant: results do not depend on the other requests of a step. The quantized layers of the model must be batch
+            invariant too (`nn.linear.make_batch_invariant`).
         prefix_caching: prompts with a common prefix share its keys and values.
         forward: computes by the model's own forward, one sequence at a time, as for models without a decode program.
         async_scheduling: reads the tokens of a step after the next one is launched.
-        persistent_step: True computes steps of 1, 2, 4 or 8 tokens in one launch wherever it can (engine/one_launch.py), False
-            never. None (default): where it was measured to be faster. sm_90 only; `report` says which steps are, or why not.
+        persistent_step: True computes steps of 1, 2, 4 or 8 tokens in one launch wherever that is possible
+            (engine/one_launch.py), False never. None (default): only where one launch was measured to be faster. sm_90 only;
+            `report` says which steps are one launch, or why none is.
         stop_token_ids: tokens that `Sampling.min_new_tokens` suppresses (default: the model's end-of-text tokens).
-        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU; default: that of an installed package
-            of kernels. It runs with this process's rights.
+        kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. Default: the file of an installed
+            package of kernels. It runs with this process's rights.
         speculate: maximum number of guessed tokens of a sequence that a step verifies, up to 7 (speculation.py); 0: none.
-            Tokens are those of plain decoding, as far as logits have the same bits in steps of other sizes: with
-            `batch_invariant`. Needs a decode program.
-        draft: a small model with the same tokens on the same device, which guesses instead of the sequences' own texts; needs
-            `speculate`. Its cache has as many tokens as the model's, within the same memory.
+            The tokens are those of decoding without guesses if logits have the same bits in steps of all sizes, which
+            `batch_invariant` ensures. Needs a decode program.
+        draft: a small model with the same tokens on the same device, which guesses in place of the lookup in the sequences' own
+            texts; needs `speculate`. Its cache has as many pages as the model's, and both share the memory for the cache.
         lora: folders of LoRA adapters as PEFT writes them, by the names under which requests ask for them (`Request.adapter`).
             Requests with different adapters and with none are computed together (lora.py). Needs a decode program.
-        step_ms: milliseconds that a step may take which computes prompt tokens beside decoding sequences, on a GPU; its prompt
-            tokens are as many as fit, but at least 64 (step_budget.py). None: `chunk_tokens`, whatever they take, as on a CPU
-            and with `batch_invariant`, whose chunks do not depend on time.
-        ranks: the processes of which this one computes its part of the model (`rank_processes.start_ranks`); `model` is that
-            part. All results are those of the whole model. None: this process computes all of it.
-        progress: called with the progress of kernels that a step compiles, and once all are compiled.
+        step_ms: milliseconds that a step on a GPU may take if it computes prompt tokens and decodes sequences at once. The step
+            has as many prompt tokens as fit into this time, but at least 64 (step_budget.py). None: up to `chunk_tokens` in
+            any time. The same applies on a CPU, and with `batch_invariant`, whose chunks must not depend on time.
+        ranks: the group of processes that compute the model together (`rank_processes.start_ranks`); `model` is the part of
+            this process. All results are those of the whole model. None: this process computes the whole model.
+        progress: called with the progress of kernels that a step compiles, and once when all are compiled.
 
-    Raises ValueError if the cache holds not even one request, and for a `kv`, a `speculate` or a `lora` that the model's
-    program does not have, and CheckpointError for an adapter that does more than LoRA on linear layers
+    Raises ValueError if the cache is too small for one request, and for a `kv`, a `speculate` or a `lora` that the model's
+    program does not support. Raises CheckpointError for an adapter that does more than LoRA on linear layers
     (`models.adapter.read_adapter`).
     """
 
@@ -156,7 +159,8 @@ class Engine:
         self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
         self.max_length = min(max_length or self._positions, self._positions)
-        # In the caller's grad mode: the model keeps using the joined weights, and may be trained.
+        # The model keeps using the weights that the program joins, and may be trained. So the joined weights are made in
+        # inference mode only if the model's own weights were.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = program_for(
                 model, self.max_length, batch_invariant, forward, parse_kv(kv), persistent_step, ranks
@@ -170,14 +174,14 @@ class Engine:
         """LoRA adapters that requests may name; None without any."""
         paged = self.program.is_paged
         self._draft = None if draft is None else DraftModel(draft, self.vocab, self.max_length, self.device)
-        # Computed from the memory that the programs leave free.
+        # The budget of the cache comes after the programs, since it is a share of the memory that they leave free.
         drafting = 0 if self._draft is None else self._draft.vocab
         captured = graph_bytes(max_concurrent, speculate, self.vocab, drafting, self.program.dtype.itemsize) if paged else 0
         self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged, graph_bytes=captured)
-        if ranks is not None:  # all have the same pages
+        if ranks is not None:  # all ranks have the same number of pages
             self._cache_budget = replace(self._cache_budget, bytes_=ranks.least(self._cache_budget.bytes_))
         self.page_bytes = self.program.page_bytes + (0 if self._draft is None else self._draft.program.page_bytes)
-        """Bytes of keys and values of a page of tokens, those of the draft model included."""
+        """Bytes of a page's keys and values in all layers, including those of the draft model."""
         if max_length is None:
             self.max_length = min(self.max_length, self._cache_budget.longest(self.page_bytes))
         pages = self._cache_budget.pages(self.page_bytes, max_concurrent, self.max_length)
@@ -207,7 +211,7 @@ class Engine:
             self.program, self.slots, most_tokens, max_concurrent, graphs=graphs, invariant=batch_invariant
         )
         self.speculation = Speculation(speculate, self._draft, draft_cost) if speculate else None
-        """Guesses of next tokens and their counts; None without them."""
+        """Decides which guesses a step verifies, and counts them; None without speculation."""
         verify_runner = None
         if speculate:
             verify_runner = VerifyRunner(
@@ -234,7 +238,7 @@ class Engine:
         self._gpu_error = ""
 
     def _load_adapters(self, folders: abc.Mapping[str, str | Path]) -> Adapters:
-        """Loads LoRA adapters into the decode program. Raises ValueError if there is none."""
+        """Loads LoRA adapters into the decode program. Raises ValueError if the model has no decode program."""
         program = self.program
         if not isinstance(program, DecodeProgram):
             raise ValueError(
@@ -280,7 +284,7 @@ class Engine:
             raise ValueError(f"this grammar was compiled for at most {tokens_:,} tokens, the model has {self.vocab:,}")
 
     def _limit(self, tokens: int) -> str:
-        """Returns a message: why a sequence cannot have `tokens` tokens, and what to do."""
+        """Returns a message that says why a sequence cannot have `tokens` tokens, and what to do."""
         if tokens > self._positions:
             return f"the model has {self._positions:,} positions: shorten the prompt or ask for fewer new tokens"
         if tokens > self._cache_budget.longest(self.page_bytes):
@@ -288,11 +292,11 @@ class Engine:
         return "so says max_length of the engine: make one with more, or ask for fewer tokens"
 
     def cancel(self, sequence: Sequence | Request) -> None:
-        """Finishes a sequence without waiting for a running step; does nothing if it has finished. Deprecated: a request
-        instead of its sequence."""
+        """Finishes a sequence without waiting for a running step; does nothing if it has finished. Passing a request instead
+        of its sequence is deprecated."""
         self._finish(sequence_of(sequence), FinishReason.CANCELLED)
-        # Otherwise the running step frees it, or the next. The running step may be this thread's: during a step the garbage
-        # collector may close an abandoned stream.
+        # If a step holds the lock, that step or the next one frees the sequence. The step may run in this same thread: during
+        # a step the garbage collector may close an abandoned stream, which calls this method.
         if self._lock.acquire(blocking=False):
             try:
                 self._free_finished()
@@ -301,14 +305,14 @@ class Engine:
 
     def stream(self, sequence: Sequence | Request) -> Generator[SampledToken, None, None]:
         """Yields the tokens of a sequence; closing the generator cancels it. Raises RequestFailed at the end if the sequence
-        failed. Deprecated: a request instead of its sequence."""
+        failed. Passing a request instead of its sequence is deprecated."""
         return self._stream(sequence_of(sequence))
 
     def _stream(self, sequence: Sequence) -> Generator[SampledToken, None, None]:
         read = 0
         try:
             while True:
-                # Read before the tokens, since another thread may append the last ones now.
+                # `finish_reason` is read before the tokens, since another thread may append the last tokens in between.
                 ended = sequence.finish_reason is not None
                 while read < len(sequence.sampled):
                     yield sequence.sampled[read]
@@ -322,8 +326,8 @@ class Engine:
         sequence.check()
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
-        """Submits requests and returns their sequences when all have finished; an error cancels those that have not. Raises
-        RequestFailed, once all have finished, if one of them failed."""
+        """Submits requests, and returns their sequences when all have finished. Raises RequestFailed, after all have finished,
+        if one of them failed. Any other error cancels the sequences that have not finished."""
         sequences: list[Sequence] = []
         try:
             for request in requests:
@@ -340,11 +344,11 @@ class Engine:
 
     @torch.inference_mode()
     def embed(self, tokens: abc.Sequence[int], pooling: Pooling = "last") -> Tensor:
-        """Returns the embedding of a text: the hidden state after the last layer and norm, of the last token or averaged over
-        all tokens ("mean"), scaled to length 1; float32 [hidden] on the CPU.
+        """Returns the embedding of a text, float32 [hidden] on the CPU. It is the hidden state after the last layer and norm,
+        of the last token or averaged over all tokens ("mean"), scaled to length 1.
 
-        The model's own forward computes it between two steps, one text at a time. Raises ValueError for tokens that the model
-        does not have or too many of them, and with several ranks.
+        The model's own forward computes it between two steps, one text at a time. Raises ValueError for no tokens, too many, or
+        tokens that the model does not have, and if the model is computed by several ranks.
         """
         if self.ranks is not None:
             raise ValueError("embeddings are computed by the model's own forward, of which each rank has a part: use one GPU")
@@ -381,8 +385,8 @@ class Engine:
         yield from self.runner.compile(kernels)
 
     def warm_up(self, grammars: bool = False) -> Iterator[Stage]:
-        """Compiles every kernel and captures every graph before the first request; yields the progress before each. grammars:
-        also the graphs of steps with grammars, which otherwise are captured when they are first used.
+        """Compiles every kernel and captures every graph before the first request; yields the progress before each. `grammars`:
+        captures the graphs of steps with grammars too. Without it they are captured when they are first used.
         """
         yield from self.compile()
         captures = self.runner.captures(grammars)
@@ -411,8 +415,8 @@ class Engine:
         self._free_finished()
 
     def _needs_tokens(self) -> bool:
-        """True if the next step depends on tokens of the step in flight: it is to verify guesses, or the step in flight did, so
-        that the number of its tokens is not known."""
+        """True if the tokens of the step in flight must be read before the next step is scheduled. They must if the next step
+        is to verify guesses. They must also if the step in flight verifies guesses, since its number of tokens is not known."""
         if self.speculation is None:
             return False
         if any(step.drafts for step in self._in_flight):
@@ -420,10 +424,11 @@ class Engine:
         return bool(self.speculation.plan(self.scheduler.decoding, unread=True))
 
     def _launch_next(self) -> SchedulerOutput:
-        """Schedules and launches a step; if that raises an error, its sequences fail and others continue."""
+        """Schedules and launches a step. If that raises an error, the sequences of the step fail, and others continue."""
         scheduled = None
         try:
-            scheduled = self.scheduler.schedule(self.step_budget.next(self.scheduler.waiting_tokens))
+            filled = self.mixed_runner.steady_tokens(len(self.scheduler.decoding))
+            scheduled = self.scheduler.schedule(self.step_budget.next(self.scheduler.waiting_tokens, filled))
             if self.speculation is not None and not self._in_flight:
                 self.scheduler.add_drafts(scheduled, self.speculation.plan(scheduled.decoding))
             if scheduled:
@@ -434,7 +439,7 @@ class Engine:
             raise
 
     def _launch(self, scheduled: SchedulerOutput) -> None:
-        self.program.keep(self.scheduler.running)  # without preempted sequences
+        self.program.keep(self.scheduler.running)  # frees the program's memory for preempted sequences
         self.runner.prepare(scheduled)
         if self._draft is not None:
             self._draft.admit(scheduled)
@@ -461,8 +466,8 @@ class Engine:
             self._prefill_one_by_one(scheduled)
 
     def _launch_mixed(self, scheduled: SchedulerOutput) -> None:
-        """Launches the decode step and the prefill chunks as one forward. If that raises an error, launches them apart, so that
-        only faulty prompts fail."""
+        """Launches the decode step and the prefill chunks as one forward. If that raises an error, launches them separately, so
+        that only faulty prompts fail."""
         slots = [sequence.running_slot for sequence in scheduled.decoding]
         try:
             decoded, prompted = self.runner.mixed(scheduled.chunks, slots)
@@ -517,15 +522,15 @@ class Engine:
         """Decodes without guesses from now on, so that an error of the draft model fails no sequence."""
         log_failure("guessing tokens, which ends for this engine", error)
         self._draft = None
-        if self.speculation is not None:  # it still counts the guesses of the step in flight
+        if self.speculation is not None:  # not set to None: it still counts the guesses of the step in flight
             self.speculation.stopped = True
 
     def _write_masks(
         self, constrained: abc.Sequence[Sequence], guesses: abc.Mapping[Sequence, tuple[int, ...]] | None = None
     ) -> None:
-        """Writes the masks of the next tokens of sequences with grammars, and of those after `guesses`; fails those whose
-        grammar became too costly."""
-        # A finished sequence runs one extra step, whose token is discarded.
+        """Writes the masks of the next tokens of sequences with grammars, and of the tokens after each of `guesses`. A sequence
+        fails if its grammar became too costly."""
+        # A finished sequence gets no mask: it runs one extra step, whose token is discarded.
         states = [sequence.grammar if sequence.finish_reason is None else None for sequence in constrained]
         self.runner.write_masks(constrained, states, guesses or {})
         for sequence, state in zip(constrained, states, strict=True):
@@ -559,12 +564,13 @@ class Engine:
 
     def _prefill_one_by_one(self, scheduled: SchedulerOutput) -> None:
         for chunk in scheduled.chunks:
-            if chunk.sequence.slot is not None:  # None: requeued, since an earlier chunk did not fill a shared page
+            # A sequence without a slot was requeued, since an earlier chunk failed to fill a page that it shares.
+            if chunk.sequence.slot is not None:
                 self._prefill([chunk], scheduled)
 
     def _read_earlier(self) -> None:
         """Reads the tokens of the steps that were launched before the current one."""
-        while self._earlier and self._in_flight:  # none is in flight after a GPU error
+        while self._earlier and self._in_flight:  # `_in_flight` is empty after a GPU error
             self._read(self._in_flight[0])
             self._in_flight.popleft()
             self._earlier -= 1
@@ -573,7 +579,7 @@ class Engine:
         """Waits for the results of a step, and appends its tokens to their sequences."""
         try:
             step.wait()
-        except StuckStep as error:  # the next launches would find the GPU's memory as this one left it
+        except StuckStep as error:  # fails the engine, since later launches would read what the stuck one left in GPU memory
             self._fail_for_good(log_failure("a decode step in one launch", error))
             raise StepFailed(f"a step failed, and with it this engine: {one_line(error)}") from error
         except RuntimeError as error:
@@ -591,7 +597,7 @@ class Engine:
                 self._append(sequence, sampled)
 
     def _count_accepted(self, step: InFlightStep) -> None:
-        """Advances the sequences of a step with guesses by those that were right."""
+        """Advances each sequence of a step with guesses by the number of its guesses that were right."""
         assert self.speculation is not None
         accepted = [count - 1 for count in step.accepted()]
         self.speculation.count(step.sequences, [len(guessed) for guessed in step.drafts], accepted)
@@ -600,7 +606,7 @@ class Engine:
                 self.scheduler.accept(sequence, count)
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
-        """Appends a token to its sequence, and finishes the sequence if it was the last one."""
+        """Appends a token to its sequence, and finishes the sequence if that was its last token."""
         request, stopped, grammar = sequence.request, False, sequence.grammar
         if grammar is not None and (why := grammar.accept(sampled.token)):
             self._fail_grammar(sequence, why)
@@ -634,7 +640,7 @@ class Engine:
         self._finished.append(sequence)
 
     def _fail_step(self, sequences: abc.Sequence[Sequence], error: BaseException) -> None:
-        """Marks the sequences of a step as failed; raises StepFailed if there are any and the error is no interrupt."""
+        """Marks the sequences of a step as failed. Raises StepFailed if there are any and the error is not an interrupt."""
         self._fail(sequences, one_line(error))
         if sequences and isinstance(error, Exception):
             logger.warning("a step failed", exc_info=error)
@@ -642,7 +648,7 @@ class Engine:
             raise StepFailed(f"a step of {count} failed: {one_line(error)}") from error
 
     def _fail(self, sequences: abc.Sequence[Sequence], error: str) -> None:
-        """Marks sequences as failed; all sequences, for good, if the GPU has failed."""
+        """Marks sequences as failed. If the GPU itself has failed, marks all sequences as failed and refuses new ones."""
         for sequence in sequences:
             self._finish(sequence, FinishReason.FAILED, error)
         try:
@@ -653,7 +659,7 @@ class Engine:
             self._fail_for_good(log_failure("waiting for the GPU", gpu_error))
 
     def _fail_for_good(self, line: str) -> None:
-        """Marks all sequences as failed, and refuses others."""
+        """Marks all sequences as failed, and refuses new ones from now on."""
         with self._state_lock:  # `submit` raises from now on; sequences queued before are in `everybody`
             self._gpu_error = line
             everybody = (*self.scheduler.running, *self.scheduler.waiting)
@@ -671,7 +677,7 @@ class Engine:
 
 
 def _refuse_with_ranks(*, forward: bool, persistent_step: bool | None, draft: bool, lora: bool) -> None:
-    """Raises ValueError for options of an engine that go without tensor parallelism."""
+    """Raises ValueError for options of an engine that tensor parallelism does not support."""
     asked = {
         "forward=True, the model's own forward": forward,
         "persistent_step, one launch for all layers": persistent_step,

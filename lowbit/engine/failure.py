@@ -9,7 +9,7 @@ all of them fail, and the thread that runs the step gets `StepFailed`. Sequences
 in the step, that thread gets the error itself.
 
 The engine: after each failure the GPU is synchronized. A CUDA error that appears then is permanent for the process: all
-sequences fail, and `Engine.submit` raises `EngineFailed` from then on. So it is when one of several ranks fails
+sequences fail, and `Engine.submit` raises `EngineFailed` from then on. The same happens if one of several ranks fails
 (rank_processes.py).
 
 Interrupts (KeyboardInterrupt, SystemExit) fail the sequences that they leave half computed, and propagate unchanged.
@@ -31,15 +31,15 @@ class StepFailed(RuntimeError):
 
 
 class StuckStep(RuntimeError):
-    """A decode step in one launch gave up: a block waited too long for another one. The message says for what."""
+    """A decode step in one launch gave up, since one of its blocks waited too long for another. The message says for what."""
 
 
 class RankFailed(RuntimeError):
-    """One of several processes that compute a model has failed, and all have ended; the message says which and why."""
+    """One of several processes that compute a model has failed, and all were ended. The message says which one and why."""
 
 
 class EngineFailed(RuntimeError):
-    """The GPU failed, or another rank, so the engine cannot compute anything more in this process; the message says why."""
+    """The GPU or another rank failed, so the engine cannot compute anything more in this process. The message says why."""
 
 
 def log_failure(what: str, error: Exception) -> str:

@@ -42,13 +42,14 @@ class ModulePaths:
 class Family:
     """Properties of a family's models that cannot be read from their modules.
 
-    name: prefix of its class names: LlamaForCausalLM, LlamaDecoderLayer, ... norm_offset: added to the weights of norms.
-    scales_embedding: embeddings are multiplied by sqrt(hidden). normalises_deltas: norms follow attention and MLP.
-    window_of_model: all layers have the config's window. ropes_by_type: rotary angles depend on the type of the layer.
-    layer_norms: norms are torch's LayerNorm, else the family's RMSNorm. experts: end of the class name of blocks of experts,
-    which some or all layers have for an MLP, and router: path of the router in them. norms_whole_heads: the norms of q and k
-    are of all heads together. single_angles: the rotary embedding returns each angle once, not for both elements of a pair.
-    fixed: (option of the config, its only supported value, meaning of any other value).
+    name: prefix of its class names, such as "Llama" of LlamaForCausalLM and LlamaDecoderLayer. norm_offset: added to the
+    weights of norms. scales_embedding: embeddings are multiplied by sqrt(hidden). normalises_deltas: norms follow attention and
+    MLP. window_of_model: all layers have the config's window. softcaps_scores: attention scores have the soft cap of the
+    attention module. ropes_by_type: rotary angles depend on the type of the layer. layer_norms: norms are torch's LayerNorm,
+    else the family's RMSNorm. experts: end of the class name of the block of experts that is the MLP of some or all layers; ""
+    without experts. router: path of the router in that block. norms_whole_heads: the norms of q and k are over all heads
+    together. single_angles: the rotary embedding returns each angle once, not once for each element of a pair. fixed: rows
+    (option of the config, its only supported value, meaning of any other value).
     """
 
     name: str

@@ -24,11 +24,11 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention")
 LINEARS = (nn.Linear, QuantLinear, RowLinear)
 
 OWN_HOOKS = ("transformers.", "lowbit.")
-"""Modules whose hooks a decode program may skip: they record hidden states, or prepare a model on a GPU."""
+"""Python modules whose hooks a decode program may skip: such hooks record hidden states, or prepare a model on a GPU."""
 
 
 def family_refusals(model: FamilyModel, positions: int) -> tuple[str, ...]:
-    """Reasons why a model has no decode program for sequences of `positions` tokens; empty if it can have one."""
+    """Returns the reasons why a model has no decode program for sequences of `positions` tokens; empty if it has one."""
     reasons = tuple(_variants(model))
     if reasons:
         return reasons  # such a model may lack the modules checked below
@@ -93,7 +93,7 @@ def _positions(model: FamilyModel, positions: int) -> Iterator[str]:
 
 
 def _ends(model: FamilyModel) -> Iterator[str]:
-    """Yields reasons for modules before the first layer and after the last one."""
+    """Yields reasons for modules of unknown classes before the first layer and after the last one."""
     family = model.family
     scaled = (f"{family.name}TextScaledWordEmbedding",) if family.scales_embedding else ()
     yield from _wrong_norm("norm", model.final_norm, family)
@@ -119,7 +119,7 @@ def _layers(model: FamilyModel) -> Iterator[str]:
 
 
 def _mlp(model: FamilyModel, layer: Any) -> Iterator[str]:
-    """Modules of a dense MLP, and experts that have no kernel."""
+    """Yields reasons for modules of a dense MLP that are of unknown classes, and for experts that have no kernel."""
     if model.has_experts(layer):
         block = model.mlp_module(layer)
         yield from block_refusals(block)

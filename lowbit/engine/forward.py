@@ -47,7 +47,7 @@ class ForwardProgram:
         self.page_bytes = PAGE * self._token_bytes()
 
     def keep(self, running: abc.Sequence[Sequence]) -> None:
-        """Frees the caches of other sequences, and makes glibc return the freed memory to the system."""
+        """Frees the caches of all sequences but `running`, and makes glibc return the freed memory to the system."""
         for slot in self._caches.keys() - {sequence.slot for sequence in running}:
             self._freed_bytes += _bytes(self._caches.pop(slot))
         if self.device.type == "cpu" and self._freed_bytes >= TRIM_BYTES:
@@ -95,7 +95,7 @@ class ForwardProgram:
         raise NotImplementedError
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
-        """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
+        """Returns logits [B, V] after the chunks that are the last of their prompts; None if no chunk is."""
         last = []
         for chunk in chunks:
             slot = chunk.sequence.running_slot
@@ -114,8 +114,8 @@ class ForwardProgram:
 
     @torch.no_grad()
     def _token_bytes(self) -> int:
-        """Returns the bytes of keys and values of one token. They are measured, since configurations describe them in many
-        ways. State-space layers, whose state does not grow, add nothing.
+        """Returns the bytes of keys and values of one token. They are measured by computing a token, since configurations
+        describe them in many ways. State-space layers add nothing, since their state does not grow.
         """
         cache = DynamicCache(config=self.model.config)
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)

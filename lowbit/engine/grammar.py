@@ -1,4 +1,4 @@
-"""Grammars: what a sequence may say, as a JSON schema, a regular expression, a list of choices or a Lark grammar.
+"""Grammars restrict the text of a sequence. They are a JSON schema, a regular expression, a list of choices or a Lark grammar.
 
     compiler = GrammarCompiler(tokenizer, engine.vocab, engine.stop_token_ids)
     engine.submit(Request(prompt, 100, grammar=compiler.compile(Grammar.json_schema({"type": "integer"}))))
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MOST_LEXER_STATES = 20_000
-"""Upper limit of the lexer's states of a sequence, each of up to 2 KB by llguidance's documentation. Its default is 250,000."""
+"""Maximum number of lexer states of a sequence. By llguidance's documentation a state takes up to 2 KB. llguidance's own
+default is 250,000."""
 
 JSON_SPACES = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
-"""Spaces between two tokens of JSON: as many as indented JSON needs, but not endless ones, in which models may get lost."""
+"""Spaces that are allowed between two tokens of JSON. They suffice for indented JSON. Without a limit, a model may sample
+spaces for ever."""
 
 MOST_CHARACTERS = 300
-"""Characters of llguidance's messages that errors repeat."""
+"""Number of characters of llguidance's messages that are included in errors."""
 
 
 class GrammarsUnavailable(RuntimeError):
@@ -117,7 +119,7 @@ class GrammarCompiler:
         limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES)
         matcher = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # some errors, as of a grammar without any text, appear only here
+            matcher.compute_bitmask()  # some errors appear only here, such as that of a grammar that allows no text
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             raise ValueError(_reason(matcher) or "it allows no text")
         return CompiledGrammar(matcher, self.words)
@@ -156,7 +158,7 @@ class CompiledGrammar:
 
 @dataclass(eq=False)
 class GrammarState:
-    """How far a sequence has followed its grammar. Not safe for several threads at once."""
+    """The state of a grammar after the tokens of a sequence. Only one thread may use it at a time."""
 
     matcher: LLMatcher
     words: int
@@ -169,14 +171,14 @@ class GrammarState:
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """The next tokens of which the grammar allows no others; empty where it allows several."""
+        """The next tokens, as far as the grammar allows exactly one at each place; empty if it allows several now."""
         if self._forced is None:
             self._forced = () if self.matcher.is_stopped() else tuple(self.matcher.compute_ff_tokens())
         return self._forced
 
     def masks_ahead(self, tokens: abc.Sequence[int]) -> Tensor:
-        """Returns the masks int32 [1 + len(tokens), words] of the next token and of the one after each of `tokens`, the first
-        of those that are forced. The last one allows all tokens if the text is then complete."""
+        """Returns the masks int32 [1 + len(tokens), words] of the next token and of the token after each of `tokens`. `tokens`
+        must be the first ones of `forced`. If the text is complete after them, the last mask allows all tokens."""
         masks = torch.zeros(1 + len(tokens), self.words, dtype=torch.int32)
         for row, token in enumerate(tokens):
             masks[row, token // 32] = (1 << token % 32) - ((token % 32 == 31) << 32)
@@ -209,14 +211,16 @@ def _executor() -> LLExecutor:
     return LLExecutor()
 
 
-def masks_of(states: abc.Sequence[GrammarState | None], words: int) -> Tensor:
-    """Returns the masks int32 [len(states), words] of the next tokens, in host memory; all bits are set for None.
+def masks_of(states: abc.Sequence[GrammarState | None], words: int, *, pinned: bool = False) -> Tensor:
+    """Returns the masks int32 [len(states), words] of the next tokens, in host memory. A GPU reads `pinned` memory faster. All
+    bits are set for a state that is None.
 
-    A state may have an error afterwards: its mask allows stop tokens only.
+    Computing a mask may lead to an error of its state. Such a mask allows stop tokens only.
     """
     used = [(state, row) for row, state in enumerate(states) if state is not None]
     widest = max((state.words for state, _ in used), default=words)  # more than `words` if the tokenizer has more tokens
-    masks = torch.full((len(states), widest), -1, dtype=torch.int32)
+    masks = torch.empty((len(states), widest), dtype=torch.int32, pin_memory=pinned)
+    masks.numpy().fill(-1)  # NumPy fills in this thread; torch's threads would take cores from the threads that compute masks
     if len(used) == 1:
         ((state, row),) = used
         state.matcher.unsafe_compute_mask_ptr(masks[row].data_ptr(), widest * 4)

@@ -15,9 +15,9 @@ _of_ranks: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
 
 def release_graphs_of_ranks() -> None:
-    """Frees the graphs that may contain operations of several ranks; none of them can be replayed any more.
+    """Frees the graphs that may contain operations of several ranks. They cannot be replayed afterwards.
 
-    NCCL keeps a communicator until all graphs with its operations are gone: neither its end nor its abort returns before.
+    NCCL keeps a communicator until all graphs with its operations are freed. Destroying or aborting it does not return before.
     """
     for graph in list(_of_ranks):
         graph.reset()
@@ -46,7 +46,8 @@ class Graphs:
                 run()
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # A thread of torch.distributed asks for events at any time, which a capture of all threads would not survive.
+            # A thread of torch.distributed may query CUDA events at any time. That would break a capture in "global" mode,
+            # which covers all threads.
             several = torch.distributed.is_initialized()
             mode = "thread_local" if several else "global"
             if several:

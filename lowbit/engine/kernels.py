@@ -1,4 +1,6 @@
-"""Uses kernels files (kernels/kernel_file.py): which one, and one line where none can be used."""
+"""Chooses the kernels file (kernels/kernel_file.py) that this process uses on a GPU. A file that cannot be used is refused with
+a warning of one line.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATTERN = "kernels-*.lowbit"
-"""Names of kernels files that are found beside a checkpoint."""
+"""Pattern of the names of kernels files in a checkpoint's folder."""
 
 GROUP = "lowbit.kernels"
-"""Entry points of packages with a kernels file (export/wheel.py): `sm90 = lowbit_kernels_sm90`."""
+"""Group of the entry points of packages that contain a kernels file (export/wheel.py), such as `sm90 = lowbit_kernels_sm90`."""
 
 INSTALLED = "kernels.lowbit"
-"""Name of the kernels file in such a package."""
+"""Name of the kernels file in an installed package of kernels."""
 
 _in_use: dict[torch.device, KernelFile] = {}
 """The kernels file that this process uses on a GPU."""
 
 
 def use_kernels(device: torch.device, given: str | Path | None, beside: Path | None = None) -> KernelFile | None:
-    """Makes Triton use a kernels file on the GPU `device`: `given`, or else the first usable one in the folder `beside`, or
-    else that of an installed package of kernels (`lowbit-kernels-sm90`).
+    """Makes Triton use a kernels file on the GPU `device`, and returns it; None if no file can be used. The file is `given`, or
+    the first usable one in the folder `beside`, or else the file of an installed package of kernels (`lowbit-kernels-sm90`).
 
-    Returns it; None if there is none. Without `given` and `beside`, a file that is in use already is returned.
+    Without `given` and `beside`, a file that is in use already stays in use.
 
     A file that is damaged or made for another lowbit, Triton, Python or GPU is refused with a warning of one line; its kernels
     are then compiled when they are needed. A file in `beside` must also be one that this user compiled, since model files may
@@ -44,7 +46,7 @@ def use_kernels(device: torch.device, given: str | Path | None, beside: Path | N
     """
     from lowbit.kernels.parts.launch import is_recording
 
-    if is_recording():  # on a simulated GPU, whose kernels are compiled and never launched
+    if is_recording():  # kernels of a simulated GPU are compiled and never launched, so that a file is of no use
         return None
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())

@@ -1,9 +1,9 @@
 """How ranks compute the same steps: rank 0 schedules, the others repeat what it launches, in the same order.
 
-Every operation of a `ModelRunner` that touches the device is one of its methods below "plain data". `LeadingRunner` tells the
-other ranks its arguments before it runs it; a `Follower` runs it with them. All ranks have the same pages, slots, graphs and,
-as logits are gathered on all, the same sampled tokens, so no token travels between processes. Kernels are compiled and recorded
-by rank 0 alone: the others find them in Triton's cache.
+`ModelRunner` has a few methods for all operations on the device. Their arguments are plain data. Before rank 0 runs such a
+method, its `LeadingRunner` sends the arguments to the other ranks, whose `Follower`s run the same method. All ranks have the
+same pages, slots and graphs. They also sample the same tokens, since logits are gathered on all, so no token is sent between
+processes. Only rank 0 records and compiles kernels; the others find them in Triton's cache.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from lowbit.engine.rank_processes import LeadingRanks
 
 PlainChunk = tuple[int, int, tuple[int, ...], bool]
-"""A prefill chunk as plain data: slot, first position, tokens, whether it is its prompt's last."""
+"""A prefill chunk as plain data: (slot, first position, tokens, True if it is the last chunk of its prompt)."""
 
 
 class LeadingRunner(ModelRunner):
-    """The runner of rank 0. An error of it fails all ranks: the others would wait for the operation that it left out."""
+    """The runner of rank 0. If a method raises an error, all ranks fail, since the others would wait for an operation that rank
+    0 did not launch."""
 
     def __init__(self, *arguments: Any, ranks: LeadingRanks) -> None:
         super().__init__(*arguments)
@@ -85,7 +86,7 @@ class LeadingRunner(ModelRunner):
 
 
 class Follower:
-    """Repeats on another rank's engine what rank 0 tells it."""
+    """Runs the commands of rank 0 on the engine of another rank."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._runner = engine, engine.runner

@@ -3,6 +3,8 @@
     adapter_of = slots.adapters[rows]
     y = w x + bias of tokens, which is b[adapter] (a[adapter] x) + bias (ops/lora.py)
 
+In a chain (chain.py) the product's epilogue multiplies by b, which is one launch less for each product.
+
 The matrices of all adapters are stacked for each product, in the order of its columns: q, k and v of one product have an a
 each, and rows of gate and up alternate where the product's do. Which rows have which adapter is data of the step, so CUDA
 graphs and their number do not depend on it. A program with adapters computes every row with their kernels; rows without one add
@@ -25,7 +27,7 @@ from lowbit.engine.product import Packed, Product, Scaled
 from lowbit.models.adapter import Adapter, LayerAdapter, read_adapter
 from lowbit.ops import gemm
 from lowbit.ops.gated_gemm import gated_gemm
-from lowbit.ops.lora import LEAST_RANK, LoraWeight, lora
+from lowbit.ops.lora import LEAST_RANK, LoraSums, LoraWeight, epilogue_refusals, lora, lora_sums
 from lowbit.pack.gated import alternate
 
 NO_ADAPTER = -1
@@ -71,6 +73,14 @@ class LoraStep:
         weight = self.adapters.layers[i].get(name)
         return bias if weight is None else lora(x, weight, self.adapter_of, bias, **norm)
 
+    def sums(self, i: int, name: ProductName, x: Tensor, **norm: Any) -> LoraSums | None:
+        """Returns what the epilogue of a product of layer i in a chain needs for x [M, K]; None if no adapter has the product,
+        and if no epilogue computes it: then `bias` does. norm: as in `bias`."""
+        weight = self.adapters.layers[i].get(name)
+        if weight is None or epilogue_refusals(weight, x.device):
+            return None
+        return lora_sums(x, weight, self.adapter_of, **norm)
+
     def multiply(self, i: int, name: ProductName, product: Product, x: Tensor) -> Tensor:
         """Returns a product of layer i for x [M, K], adapters included."""
         weight = self.adapters.layers[i].get(name)
@@ -115,7 +125,8 @@ class Adapters:
         products = sorted({name for layer in self.layers for name in layer}, key=PRODUCTS.index)
         size = f"{self.nbytes / 2**20:.1f} MiB"
         of = f"{', '.join(products)} of {len(self.layers)} layers"
-        return f"LoRA adapters {', '.join(self.names)} in {size}, of {of}: {2 * len(products)} launches a layer more"
+        more = f"{len(products)} launches a layer more in steps of five, else {2 * len(products)}"
+        return f"LoRA adapters {', '.join(self.names)} in {size}, of {of}: {more}"
 
     @classmethod
     def load(

@@ -14,7 +14,7 @@ from lowbit.engine.decode_runner import SIZES
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.model_program import ModelProgram
 from lowbit.engine.prefill_runner import KEYS, MAX_SEQUENCES
-from lowbit.engine.ragged import Ragged, RaggedShape, sizes
+from lowbit.engine.ragged import Ragged, RaggedShape
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
@@ -22,6 +22,15 @@ from lowbit.kernels.choose.attention import PAGE
 MOST_TOKENS = 512
 """Maximum number of prompt tokens of a graph. More fill the tensor cores for so long that a decode step of its own costs little
 beside them."""
+
+TILE = 128
+"""Rows of a forward are multiples of this number, as those of the products' tiles are: 129 rows take as long as 256, and 96
+rows an eighth longer than 128 (55,296 columns in int4: 134 and 119 us, benchmarks/results/h200/2026-11-23-choice.json)."""
+
+STEADY_TILES = 2
+"""Tiles of the forwards that a stream of prompts gets. A prompt token beside 32 sequences takes 25 us in forwards of one tile,
+22 of two, 23 of three and 21 of four (Llama-3-8B's shape in int4, modelled for an H200); of the last three, two tiles make the
+shortest steps."""
 
 FEW_ROWS = 16
 """Rows of the graphs for few sequences; the others have rows for all."""
@@ -36,6 +45,14 @@ class MixedShape:
 
     prompts: RaggedShape
     rows: int
+
+
+def prompt_tokens(rows: int, most: int) -> tuple[int, ...]:
+    """Returns the numbers of prompt tokens of the graphs for `rows` decoding sequences, ascending: half a tile together, then
+    whole tiles, up to the first with `most` prompt tokens or the last with at most MOST_TOKENS."""
+    tokens = [total - rows for total in (TILE // 2, *range(TILE, rows + MOST_TOKENS + 1, TILE)) if total > rows]
+    enough = next((i for i, size in enumerate(tokens) if size >= most), len(tokens))
+    return tuple(tokens[: enough + 1])
 
 
 class MixedRunner:
@@ -54,9 +71,10 @@ class MixedRunner:
             sequences, keys = min(MAX_SEQUENCES, slots.count), min(KEYS, slots.count * longest)
             enough = next((size for size in SIZES if size >= most_rows), most_rows)
             of_rows = dict.fromkeys((enough, min(FEW_ROWS, enough)))
-            tokens = sizes(min(most, MOST_TOKENS))
             self.shapes = tuple(
-                MixedShape(RaggedShape(size, sequences, max(keys, size)), rows) for rows in of_rows for size in reversed(tokens)
+                MixedShape(RaggedShape(size, sequences, max(keys, size)), rows)
+                for rows in of_rows
+                for size in reversed(prompt_tokens(rows, min(most, MOST_TOKENS)))
             )
         self.captures = 0
         """Number of captured graphs; constant after the warm-up."""
@@ -66,6 +84,13 @@ class MixedRunner:
     def takes(self, chunks: abc.Sequence[PrefillChunk], rows: int) -> bool:
         """True if `launch` computes chunks beside `rows` decoding sequences."""
         return self.program.mixes and (self._graphs is None or self.shape(chunks, rows) is not None)
+
+    def steady_tokens(self, rows: int) -> tuple[int, ...]:
+        """Returns the numbers of prompt tokens, ascending, that fill the tiles of a forward beside `rows` decoding sequences,
+        from STEADY_TILES tiles on; none without graphs."""
+        enough = min((shape.rows for shape in self.shapes if shape.rows >= rows), default=0)
+        steady = (STEADY_TILES + enough // TILE) * TILE - enough
+        return tuple(sorted(s.prompts.tokens for s in self.shapes if s.rows == enough and s.prompts.tokens >= steady))
 
     def shape(self, chunks: abc.Sequence[PrefillChunk], rows: int) -> MixedShape | None:
         """Returns the smallest captured shape that fits; None if none does."""

@@ -30,8 +30,8 @@ class ModelProgram(Protocol):
 
     @property
     def status(self) -> Tensor | None:
-        """int32 [1] on the device: not 0 after a step whose results are wrong (`OneLaunch.failure`). None if no step can fail
-        without an error."""
+        """int32 [1] on the device; not 0 after a step whose results are wrong (`OneLaunch.failure`). None if a failing step
+        always raises an error."""
 
     @property
     def cache_spec(self) -> CacheSpec | None:
@@ -44,16 +44,16 @@ class ModelProgram(Protocol):
         """Returns the object that captures steps and prompts as CUDA graphs; None if kernels are launched one by one."""
 
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
-        """Returns logits [B, V] after the next token of the slots `rows`; `longest`: an upper bound of the context lengths, 0
-        for any.
+        """Returns logits [B, V] after the next token of each of the slots `rows`. `longest`: an upper bound of the context
+        lengths; 0 if none is known.
         """
 
     def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
-        """Returns logits [B, V] after each of the given tokens int32 [B], which follow one another in the slots `rows` at
-        `positions`; several may be of one slot."""
+        """Returns logits [B, V] after each of the tokens int32 [B]. Token i is at positions[i] of the slot rows[i]. Several
+        consecutive tokens may be of one slot."""
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
-        """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""
+        """Returns logits [B, V] after the chunks that are the last of their prompts; None if no chunk is."""
 
     @property
     def captures_prompts(self) -> bool:
@@ -64,12 +64,13 @@ class ModelProgram(Protocol):
         """True if `mixed_logits` and `mixed_prompt` compute decoding sequences and prompts in one forward."""
 
     def mixed_logits(self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns logits [B, V] as `step` does for `rows`, and logits [sequences, V] as `ragged_logits` does."""
+        """Returns the logits [B, V] that `step` returns for `rows`, and the logits [sequences, V] that `ragged_logits`
+        returns."""
 
     def mixed_prompt(
         self, chunks: abc.Sequence[PrefillChunk], rows: Tensor, slots: Slots, longest: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns logits [B, V] as `step` does for `rows`, and those that `prompt` returns for `chunks`."""
+        """Returns the logits [B, V] that `step` returns for `rows`, and the logits that `prompt` returns for `chunks`."""
 
     def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
         """Returns logits [sequences, V] after the last tokens of a ragged batch."""
@@ -78,8 +79,8 @@ class ModelProgram(Protocol):
         """Returns logits [count, V] of a zero residual stream through final norm and LM head, for a warm-up run."""
 
     def report(self, difference: float) -> list[str]:
-        """Returns lines of text that describe how sequences are computed; `difference`: of the logits from the model's own
-        forward.
+        """Returns lines of text that describe how sequences are computed. `difference`: relative difference of the logits from
+        those of the model's own forward.
         """
 
     @property

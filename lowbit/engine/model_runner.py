@@ -38,19 +38,20 @@ if TYPE_CHECKING:
 
 
 KINDS = {False: "", True: " with filters", None: " for grammars"}
-"""What a warm-up says of the kinds of captured steps."""
+"""How the progress of a warm-up names the values of `filters` of captured steps (`decode_runner.Variant`)."""
 
 
 POLL_S = 5e-5
-"""Seconds between two looks at a step that may never end. The host is a step ahead, so that they delay nothing."""
+"""Seconds between two queries whether a step has ended, if it may never end. The pause delays nothing, since the host is one
+step ahead of the GPU."""
 
 
 @dataclass
 class InFlightStep:
-    """Launched work that samples a token for each of `sequences`: host copies of its results, complete once the event `done`
-    has passed, and the number of tokens read so far. drafts: the guessed tokens of each sequence that were verified, empty if
-    there were none; a sequence then has a row more than it has guesses. status: a copy of `ModelProgram.status`. check: raises
-    if the results will never come; None where they always do.
+    """Launched work that samples a token for each of `sequences`. It has host copies of the results, which are complete once
+    the event `done` has passed, and the number of tokens that were read so far. drafts: guessed tokens of each sequence that
+    the step verifies; empty for a step without guesses. With guesses, a sequence has one row more than guesses. status: a copy
+    of `ModelProgram.status`. check: raises an error if the results will never arrive; None if they always do.
     """
 
     sequences: list[Sequence]
@@ -67,7 +68,7 @@ class InFlightStep:
         """Waits until the results are on the host. Raises RuntimeError after a CUDA error, StuckStep after a step that gave up,
         and what `check` raises."""
         if self.check is not None:
-            while self.done is not None and not self.done.query():  # it may never come once another rank has failed
+            while self.done is not None and not self.done.query():  # the event never passes if another rank has failed
                 self.check()
                 time.sleep(POLL_S)  # lets other threads of Python run
             self.check()
@@ -77,8 +78,8 @@ class InFlightStep:
             raise StuckStep(OneLaunch.failure(status))
 
     def accepted(self) -> list[int]:
-        """Returns how many tokens each sequence of a step with guesses has sampled, once the results are on the host: one, and
-        one more for each right guess."""
+        """Returns how many tokens of each sequence a step with guesses has sampled: one, and one more for each right guess. The
+        results must be on the host."""
         counts, tokens, row = [], self.tokens.tolist(), 0
         for guessed in self.drafts:
             rows = 1 + len(guessed)
@@ -107,14 +108,14 @@ class InFlightStep:
             most = sequence.request.top_logprobs
             pairs: tuple[tuple[int, float], ...] = ()
             if top is not None and most:
-                values, ids = (part[row][:most] for part in top)
+                values, ids = top[0][row][:most], top[1][row][:most]
                 pairs = tuple(zip(ids, values, strict=True))
             yield sequence, SampledToken(tokens[row], logprobs[row], pairs)
 
 
 @dataclass(frozen=True)
 class LaunchedDecode:
-    """A launched decode step; verify: by the runner of steps with guesses."""
+    """A launched decode step. verify: True if it verifies guesses, and was launched by the `VerifyRunner`."""
 
     sequences: list[Sequence]
     drafts: list[tuple[int, ...]]
@@ -127,8 +128,8 @@ Settings = tuple[int, Sampling, abc.Sequence[int], list[int], bool]
 
 
 def verify_rows(sequences: abc.Sequence[Sequence], drafts: abc.Sequence[tuple[int, ...]]) -> list[VerifyRow]:
-    """Returns the rows of a step: of each scheduled sequence its last token, then its guesses. A sequence without a token was
-    cancelled meanwhile, and its row is ignored."""
+    """Returns the rows of a step with guesses: the last token of each scheduled sequence, followed by its guesses. A sequence
+    that has no token yet was cancelled meanwhile; its row has token 0 and its result is ignored."""
     return [
         VerifyRow(sequence.running_slot, token, sequence.computed_tokens - 1 + i, i)
         for sequence, guessed in zip(sequences, drafts, strict=True)
@@ -157,7 +158,7 @@ class ModelRunner:
         self.warm_up_run = warm_up_run
         """Finds the kernels of a step before it is launched; None without CUDA graphs."""
         self.check: Callable[[], object] | None = None
-        """`InFlightStep.check` of all steps."""
+        """The field `check` of each `InFlightStep`."""
         self._draft = draft
         self.adapted = adapted
         """True if sequences may have adapters."""
@@ -177,8 +178,8 @@ class ModelRunner:
     def decode(
         self, scheduled: SchedulerOutput, guesses: abc.Mapping[Sequence, tuple[int, ...]], logits_only: bool = False
     ) -> LaunchedDecode:
-        """Launches a decode step with `guesses`, if there are any, up to its logits or to the sampled tokens. After
-        `logits_only`, `sample_step` must follow before anything else is launched.
+        """Launches a decode step, with `guesses` if there are any. It samples tokens unless `logits_only` is True. In that case
+        `sample_step` must be called before anything else is launched.
         """
         sequences, drafts = scheduled.decoding, []
         rows: list[Any] = [sequence.running_slot for sequence in sequences]
@@ -198,20 +199,20 @@ class ModelRunner:
         self, sequences: abc.Sequence[Sequence], states: abc.Sequence[GrammarState | None],
         guesses: abc.Mapping[Sequence, tuple[int, ...]],
     ) -> None:  # fmt: skip
-        """Computes the masks of sequences by the states of their grammars, and copies them to their slots. None allows all.
-        guesses: forced tokens that the step verifies, of which each has a mask too."""
+        """Computes the masks of sequences by the states of their grammars, and copies them to their slots. A state of None
+        allows all tokens. guesses: forced tokens that the step verifies; the position after each of them gets a mask too."""
         words = self.slots.sampling.masks.shape[1]
         pairs = list(zip(sequences, states, strict=True))
         jumps = [(each, state) for each, state in pairs if state is not None and guesses.get(each)]
         others = [pair for pair in pairs if pair not in jumps]
         slots, ahead = [sequence.running_slot for sequence, _ in others], [0] * len(others)
-        parts = [masks_of([state for _, state in others], words)]
+        parts = [masks_of([state for _, state in others], words, pinned=self.slots.device.type == "cuda")]
         for sequence, state in jumps:
             masks = state.masks_ahead(guesses[sequence])[:, :words]
             slots += [sequence.running_slot] * len(masks)
             ahead += range(len(masks))
             parts.append(masks)
-        self.set_masks(slots, torch.cat(parts), ahead)
+        self.set_masks(slots, torch.cat(parts) if jumps else parts[0], ahead)
 
     def sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> InFlightStep:
         """Samples a token of each sequence from its logits [B, V]."""
@@ -222,7 +223,7 @@ class ModelRunner:
         self, sequences: abc.Sequence[Sequence], step: DecodeStep, drafts: abc.Sequence[tuple[int, ...]] = ()
     ) -> InFlightStep:
         """Starts the copies of a step's results to the host."""
-        most = max(sequence.request.top_logprobs for sequence in sequences)
+        most = max([sequence.request.top_logprobs for sequence in sequences])
         top = None
         if most:
             values, ids = top_logprobs(step.logits[: len(sequences) + sum(map(len, drafts))], most)
@@ -236,7 +237,7 @@ class ModelRunner:
             done.record(torch.cuda.current_stream(self.slots.device))
         return InFlightStep(list(sequences), tokens, logprobs, top, done, list(drafts), status, self.check)
 
-    # ---- operations on the device, whose arguments are plain data: lockstep.py repeats them on other ranks
+    # ---- operations on the device. Their arguments are plain data, since lockstep.py sends them to other ranks
 
     def write(
         self, settings: abc.Sequence[Settings], pages: abc.Sequence[tuple[int, int, int]],
@@ -248,7 +249,7 @@ class ModelRunner:
         self.slots.update(pages, positions, adapters)
 
     def launch_step(self, verify: bool, rows: abc.Sequence[Any], any_filter: bool | None, longest: int) -> DecodeStep:
-        """Launches a step of the slots `rows`, or with `verify` of the tokens `rows`: `DecodeRunner.launch`."""
+        """Launches a step by `DecodeRunner.launch`: `rows` are slots, or with `verify` rows of a `VerifyRunner`."""
         return self._runner(verify).launch(rows, any_filter, longest)
 
     def sample_launched(self, verify: bool, step: DecodeStep, any_filter: bool) -> DecodeStep:
@@ -256,15 +257,16 @@ class ModelRunner:
         return self._runner(verify).sample(step, any_filter)
 
     def set_masks(self, slots: abc.Sequence[int], masks: Tensor, ahead: abc.Sequence[int]) -> None:
-        """Writes the masks of slots after `ahead` more tokens, int32 [len(slots), words] on the host."""
+        """Writes masks int32 [len(slots), words] of the host to slots. Mask i is for the token of slots[i] that follows
+        ahead[i] guesses."""
         self.slots.sampling.set_masks(slots, masks, ahead)
 
     def prefill(self, chunks: abc.Sequence[PrefillChunk]) -> Tensor | None:
-        """Launches prefill chunks: `PrefillRunner.launch`."""
+        """Launches prefill chunks by `PrefillRunner.launch`."""
         return self.prefill_runner.launch(chunks)
 
     def mixed(self, chunks: abc.Sequence[PrefillChunk], rows: abc.Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Launches prefill chunks beside a decode step of the slots `rows`: `MixedRunner.launch`."""
+        """Launches prefill chunks together with a decode step of the slots `rows`, by `MixedRunner.launch`."""
         return self.mixed_runner.launch(chunks, rows)
 
     def sample_rows(self, slots: abc.Sequence[int], logits: Tensor, any_filter: bool) -> DecodeStep:
@@ -280,7 +282,7 @@ class ModelRunner:
     # ---- compiling and capturing
 
     def _compile_kernels_of(self, scheduled: SchedulerOutput) -> None:
-        """Compiles the kernels of a step in parallel; its launches would compile them one after the other."""
+        """Compiles the kernels of a step in parallel before they are launched. The launches would compile them one by one."""
         parts = self.warm_up_run.parts_of(scheduled) if self.warm_up_run is not None else []
         if self.warm_up_run is None or not parts:
             return
@@ -300,7 +302,7 @@ class ModelRunner:
         return [run for run in runs if run is not None]
 
     def all_kernels(self) -> list[RecordedKernel]:
-        """Returns every kernel that the engine can launch and that is not compiled; none without CUDA graphs."""
+        """Returns every kernel that the engine can launch and that is not compiled; an empty list without CUDA graphs."""
         found = [kernel for run in self.warm_up_runs for kernel in run.kernels(run.all_parts())]
         return [kernel for i, kernel in enumerate(found) if kernel not in found[:i]]
 
@@ -313,7 +315,8 @@ class ModelRunner:
                 yield Stage("kernels", done, len(kernels))
 
     def captures(self, grammars: bool = False) -> list[tuple[str, Callable[[], object]]]:
-        """Returns (description, function that captures it) of all graphs. grammars: those of steps with grammars too."""
+        """Returns (description, function that captures it) for each graph. `grammars`: includes the graphs of steps with
+        grammars."""
         kinds = [("step", self.decode_runner), *([("verified step", self.verify_runner)] if self.verify_runner else [])]
         steps = [
             (

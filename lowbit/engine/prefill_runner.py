@@ -1,7 +1,7 @@
-"""Launches the prefill chunks of a step; on a GPU as one CUDA graph for each padded number of tokens.
+"""Launches the prefill chunks of a step. On a GPU, there is a CUDA graph for each padded number of tokens.
 
-Without graphs, 300 launches from Python take 15 to 20 ms for any prompt (Llama-3-8B's shape, H200, 2026-11-23), more than 512
-tokens need on the GPU. Sampling follows the graph, since its settings differ between requests.
+Without graphs, the 300 launches of any prompt take 15 to 20 ms in Python (Llama-3-8B's shape, H200, 2026-11-23). That is longer
+than the GPU needs for 512 tokens. Sampling is not in the graph, since its settings differ between requests.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
 
 MAX_SEQUENCES = 31
-"""Maximum number of sequences in a graph; more are split over several launches. Attention blocks without a sequence cost 0.5 of
-25 ms for 1,024 tokens (Llama-3-8B's shape, H200, 2026-11-23).
+"""Maximum number of sequences in a graph; more are split over several launches. Unused sequences of a graph have idle attention
+blocks, which cost 0.5 ms of the 25 ms for 1,024 tokens (Llama-3-8B's shape, H200, 2026-11-23).
 """
 
 KEYS = 8192
-"""Maximum number of keys of all sequences of a graph together. Each size has a second, smaller graph for prompts without
-earlier keys.
+"""Maximum number of keys of all sequences of a graph together. Each number of tokens has a second graph with only as many keys,
+for prompts without earlier chunks.
 """
 
 
@@ -39,7 +39,7 @@ class PrefillRunner:
         self.sequences = min(MAX_SEQUENCES, slots.count)
         """Sequences in a graph."""
         self.graph_shapes: tuple[RaggedShape, ...] = ()
-        """Shapes of all graphs, the largest first: later captures reuse its memory."""
+        """Shapes of all graphs. The largest come first, so that later captures reuse their memory."""
         if graphs is not None and program.captures_prompts:
             most_keys = min(KEYS, slots.count * slots.pages_per_slot * PAGE)  # of all sequences
             each = ((size, keys) for size in reversed(self.sizes) for keys in (max(most_keys, size), size))
@@ -54,13 +54,13 @@ class PrefillRunner:
         return next(size for size in self.sizes if size >= tokens)
 
     def launch(self, chunks: abc.Sequence[PrefillChunk]) -> Tensor | None:
-        """Returns logits [B, V] after the chunks that are the last of their prompts, valid until the next launch; None if none
-        is.
+        """Returns logits [B, V] after the chunks that are the last of their prompts; None if no chunk is. They are valid until
+        the next launch.
         """
         first, *others = self.parts(chunks)
         if not others:
             return self._launch(first)
-        # Cloned: the next launch overwrites them.
+        # The logits are cloned, since the next launch overwrites them.
         parts = [logits.clone() for part in (first, *others) if (logits := self._launch(part)) is not None]
         return torch.cat(parts) if parts else None
 

@@ -1,8 +1,8 @@
-"""Products of a decode program: modules that read the same x become one product where their weights permit it.
+"""Products of a decode program. Modules that read the same x become one product if their weights permit it.
 
-Weights of one format are concatenated into one tensor, and the modules' own weights become views of it: nothing is stored
-twice, and the model still works. Rows of gate and up alternate if both are packed for a GPU (pack/gated.py); the model's MLP
-then computes with that weight too. Modules that cannot be joined run separately.
+Weights of one format are concatenated into one tensor, and the modules' own weights become views of it. So nothing is stored
+twice, and the model still works. If gate and up are packed for a GPU, their rows alternate in the joined weight
+(pack/gated.py); the model's MLP then computes with that weight too. Modules that cannot be joined run separately.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class Packed:
         return gemm(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
-        """f(gate) * up [M, N / 2], for alternating rows."""
+        """Returns activation(gate) * up [M, N / 2]. The rows of the weight must alternate."""
         return gated_gemm(x, self.weight, self.bias, activation, batch_invariant=self.batch_invariant)
 
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """y [M, N] = x [M, K] . w^T + bias with a 16-bit weight, by torch; in a chain by the small-M kernel (chain.py)."""
+    """y [M, N] = x [M, K] . w^T + bias with a 16-bit weight, computed by torch. A chain computes it by the small-M kernel
+    (chain.py)."""
 
     weight: DenseWeight
     bias: Tensor | None
@@ -61,10 +62,10 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """y [M, N] = x [M, K] . w^T + bias of layers that quantize x in the same way. x is quantized once for all layers, here or
-    by the operator that computes x.
+    """y [M, N] = x [M, K] . w^T + bias of layers that quantize x in the same way. x is quantized once for all layers, by this
+    product or by the operator that computes x.
 
-    `weight` is the joined weight of all layers, packed for a GPU's kernels; None if the layers compute one after the other.
+    `weight` is the joined weight of all layers, packed for a GPU's kernels; None if the layers run one by one.
     """
 
     layers: Sequence[QuantLinear]
@@ -91,7 +92,7 @@ class Scaled:
 
 
 def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
-    """Returns one product with the concatenated outputs of `modules`, which still work separately."""
+    """Returns one product that computes the concatenated outputs of `modules`. The modules still work separately."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == len(modules):
         if _in_one_form(layers):
@@ -109,8 +110,8 @@ def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
 def gated_product(
     modules: Sequence[nn.Module], block: nn.Module, down: nn.Module, activation: Gate, batch_invariant: bool, name: str = "mlp"
 ) -> Product:  # fmt: skip
-    """Returns the product of gate and up, with alternating rows if possible. The MLP, `block.<name>`, then uses
-    the same weight."""
+    """Returns the product of gate and up, with alternating rows if possible. The module `name` of `block`, which is the MLP, is
+    then replaced by one that uses the same weight."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == 2 and _in_one_form(layers) and not AlternatingMLP.refusals(*layers):
         setattr(block, name, AlternatingMLP(layers[0], layers[1], down, activation))
@@ -121,7 +122,8 @@ def gated_product(
 
 
 def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
-    """Returns whether the layers' weights are packed for a GPU in a form that can be concatenated."""
+    """Returns True if the layers' weights are packed for a GPU in a form that can be concatenated, and the layers do nothing
+    but multiply 16-bit x."""
     if any(layer.scheme.activation is not None or layer.input_transform.parts or layer.has_correction for layer in layers):
         return False
     return _weights_to_join(layers) is not None
@@ -156,7 +158,8 @@ def _bias(layers: Sequence[QuantLinear | nn.Linear]) -> Tensor | None:
 
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes `linear` in blocks of 64 rows, since cuBLAS chooses its kernel, and so the rounding, by the number of rows."""
+    """Computes `linear` in blocks of 64 rows, since cuBLAS chooses its kernel by the number of rows, and kernels round
+    differently."""
     blocks = pad(x, (0, 0, 0, -len(x) % BLOCK)).split(BLOCK)
     return torch.cat([linear(block, weight, bias) for block in blocks])[: len(x)]
 

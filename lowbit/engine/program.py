@@ -46,9 +46,9 @@ Delta = Tensor | SlotOutputs
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer as the program computes it: its products and its attention; `spec`: its modules, norms and rotary type.
-    `gate_up` is up alone in an MLP without a gate. experts: the whole MLP of a layer with experts; gate_up and down are None
-    then. fused: o and the router of small steps, if it has such."""
+    """A decoder layer as the program computes it: its products and its attention. spec: its modules, norms and rotary type.
+    gate_up: only up in an MLP without a gate. experts: the whole MLP of a layer with experts; gate_up and down are then None.
+    fused: computes o and the router of small steps in one product, if the layer supports that."""
 
     spec: DecoderLayer
     qkv: Product
@@ -65,14 +65,14 @@ class Layer:
         return isinstance(self.gate_up, Packed) and self.gate_up.alternates
 
     def product(self, name: ProductName) -> Product | None:
-        """One of its products; None for gate_up and down of a layer with experts."""
+        """Returns a product by its name; None for gate_up and down of a layer with experts."""
         product: Product | None = getattr(self, name)
         return product
 
 
 class DecodeProgram:
-    """The program of a decoder; `cache`: keys and values of all sequences, stored as `kv`. With `ranks` the decoder is one
-    rank's part (shard.py): outputs of o and down are added, and logits are gathered."""
+    """The program of a decoder. `cache` has the keys and values of all sequences, in the format `kv`. With `ranks` the decoder
+    is one rank's part (shard.py): the outputs of o and of down are summed over all ranks, and logits are gathered."""
 
     reasons: tuple[str, ...] = ()
     is_paged = True
@@ -98,7 +98,8 @@ class DecodeProgram:
         elif not batch_invariant:
             self.chain = chain_of(decoder, products, self.head, dtype, ranks)
         self.one_launch: OneLaunch | tuple[str, ...] | None = None
-        """Small steps in one launch, or the reasons against it; None if it was excluded, and on a CPU."""
+        """Computes small steps in one launch, or the reasons why it cannot. None if `persistent_step` is False, and on a CPU
+        unless it is True."""
         if persistent_step or (persistent_step is None and device.type == "cuda"):
             measured = persistent_step is None
             several = ("one launch a step computes on one GPU, this model is on several",)
@@ -135,7 +136,7 @@ class DecodeProgram:
         return Layer(spec, qkv, o, gate_up, down, shape)
 
     def _fused(self, spec: DecoderLayer, o: Product, experts: ExpertMLP) -> ResidualRouter | None:
-        """o and the router of a layer's small steps; None where they are apart."""
+        """Returns the product that computes o and the router together in small steps; None if they are computed separately."""
         d = self.decoder
         plain = d.norm_offset == 0 and spec.mlp_bias is None and spec.after_attention_gamma is None
         if not plain or self.device.type != "cuda":
@@ -226,19 +227,20 @@ class DecodeProgram:
         return self._step(slots.tokens, rows, slots.positions, attend, self._lora(slots, rows))
 
     def verify(self, rows: Tensor, tokens: Tensor, positions: Tensor, slots: Slots, longest: int = 0) -> Tensor:
-        """Returns logits [B, V] after each of the given tokens int32 [B], which follow one another in the slots `rows` at
-        `positions`; several may be of one slot. A row has the bits of `step` under `batch_invariant`."""
+        """Returns logits [B, V] after each of the tokens int32 [B]. Token i is at positions[i] of the slot rows[i]. Several
+        consecutive tokens may be of one slot. With `batch_invariant` the logits have the same bits as those of `step`."""
         attend = self._attending(rows, positions, slots, longest, verify=True)
         return self._step(tokens, None, positions, attend, self._lora(slots, rows))
 
     def use_adapters(self, adapters: Adapters) -> None:
-        """Computes LoRA adapters of requests from now on. It precedes the first step."""
+        """Computes the LoRA adapters of requests from now on. Must be called before the first step."""
         self.adapters = adapters
         if self.one_launch is not None:
             self.one_launch = ("one launch a step computes no LoRA adapters",)
 
     def _lora(self, slots: Slots, rows: Tensor) -> LoraStep | None:
-        """Returns the adapters of rows of the slots `rows` int32 [M]; None if the program has none."""
+        """Returns the adapters of the rows of a step or prompt, given their slots `rows` int32 [M]; None if the program has no
+        adapters."""
         return None if self.adapters is None else self.adapters.step(slots.adapters, rows)
 
     def _attending(
@@ -266,33 +268,34 @@ class DecodeProgram:
         return self.logits(*self._layers(tokens, rows, positions, attend, lora))
 
     def prompt(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
-        """Returns logits [B, V] after the chunks that are the last of their prompts; None if none is."""
+        """Returns logits [B, V] after the chunks that are the last of their prompts; None if no chunk is."""
         ragged, by_chunks = self._ragged(chunks, slots)
         h, delta = self.prefill(ragged, slots, by_chunks)
         last = ragged.last[: sum(chunk.last for chunk in chunks)]
         return self.logits(h[last], delta[last]) if len(last) else None
 
     def _ragged(self, chunks: abc.Sequence[PrefillChunk], slots: Slots) -> tuple[Ragged, PromptAttention | None]:
-        """Returns chunks as tensors, and their attention if it is not `RaggedAttention`."""
+        """Returns chunks as tensors, and a `PromptAttention` if `RaggedAttention` cannot compute them, else None."""
         count = sum(len(chunk.tokens) for chunk in chunks)
         on_gpu = self.device.type == "cuda"
-        # Padded on a GPU: kernels are not compiled for each length.
+        # Chunks are padded on a GPU, so that kernels are not compiled for each length.
         ragged = Ragged.of(chunks, slots, sizes(count)[-1] if on_gpu else count)
         return ragged, None if on_gpu and not self.softcaps else PromptAttention(chunks, slots, invariant=self.batch_invariant)
 
     @property
     def mixes(self) -> bool:
-        """True unless attention scores have a soft cap, whose prompts are computed chunk by chunk on a GPU."""
+        """True unless attention scores have a soft cap: prompts with a soft cap are computed chunk by chunk on a GPU."""
         return not self.softcaps
 
     def mixed_logits(self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns logits [B, V] as `step` does for `rows`, and logits [sequences, V] as `ragged_logits` does."""
+        """Returns the logits [B, V] that `step` returns for `rows`, and the logits [sequences, V] that `ragged_logits`
+        returns."""
         return self._mixed(ragged, rows, slots, longest, ragged.last, None)
 
     def mixed_prompt(
         self, chunks: abc.Sequence[PrefillChunk], rows: Tensor, slots: Slots, longest: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns logits [B, V] as `step` does for `rows`, and those that `prompt` returns for `chunks`."""
+        """Returns the logits [B, V] that `step` returns for `rows`, and the logits that `prompt` returns for `chunks`."""
         ragged, by_chunks = self._ragged(chunks, slots)
         last = ragged.last[: sum(chunk.last for chunk in chunks)]
         decoded, prompted = self._mixed(ragged, rows, slots, longest, last, by_chunks)
@@ -301,8 +304,8 @@ class DecodeProgram:
     def _mixed(
         self, ragged: Ragged, rows: Tensor, slots: Slots, longest: int, last: Tensor, attention: PromptAttention | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns logits after the next tokens of the slots `rows`, and after the tokens `last` of a ragged batch. Decoding
-        sequences are the first rows of every product; attention is that of steps and of prompts."""
+        """Returns logits after the next tokens of the slots `rows`, and after the tokens `last` of a ragged batch. Products
+        compute both together, with the decoding sequences as the first rows. Attention is computed separately for both."""
         count, slot_of = len(rows), rows.long()
         tokens = torch.cat([slots.tokens[slot_of], ragged.ids])
         positions = torch.cat([slots.positions[slot_of], ragged.position_of])
@@ -324,7 +327,7 @@ class DecodeProgram:
         return any(layer.shape.softcap for layer in self.layers)
 
     def prefill(self, ragged: Ragged, slots: Slots, attention: PromptAttention | None = None) -> tuple[Tensor, Delta]:
-        """Returns the residual stream after the tokens of prompts, and the last layer's output, which is not added to it yet.
+        """Returns the residual stream of the tokens of prompts, and the last layer's output, which is not added to it yet.
         `attention` replaces `RaggedAttention`.
         """
         attend = self._attending_prompts(ragged, slots, attention)
@@ -380,7 +383,7 @@ class DecodeProgram:
         return h, delta
 
     def _times(self, i: int, name: ProductName, x: Any, lora: LoraStep | None) -> Tensor:
-        """The output of a product of layer i, with the adapters of its rows."""
+        """Returns the output of a product of layer i, with the LoRA adapters of the rows added."""
         product = self.layers[i].product(name)
         assert product is not None
         if lora is None:
@@ -390,19 +393,19 @@ class DecodeProgram:
         return lora.multiply(i, name, product, x)
 
     def _mlp(self, i: int, x: Any, lora: LoraStep | None) -> Delta:
-        """The output of the MLP of layer i."""
+        """Returns the output of the MLP of layer i."""
         experts = self.layers[i].experts
         return self._total(self._times(i, "down", self._gated(i, x, lora), lora), 1) if experts is None else experts(x)
 
     def _total(self, delta: Tensor, phase: int) -> Tensor:
-        """The sum of all ranks' outputs, of o in phase 0 and of down in phase 1."""
+        """Returns the sum of all ranks' outputs: those of o in phase 0, those of down in phase 1."""
         return delta if self.ranks is None else self.ranks.total(delta, phase)
 
     def _norm(
         self, reader: Product | None, h: Tensor, delta: Delta, gamma: Tensor, bias: Tensor | None, after: Tensor | None
     ) -> Any:
-        """h += delta, then the norm of h: x of the product `reader`, quantized if it takes 8-bit activations and the norm is a
-        plain RMSNorm."""
+        """Computes h += delta and returns the norm of h, which is the input of the product `reader`. It is quantized if
+        `reader` takes 8-bit activations and the norm is a plain RMSNorm."""
         d = self.decoder
         plain = bias is None and after is None and d.norm_offset == 0
         if isinstance(delta, SlotOutputs):
@@ -431,7 +434,7 @@ class DecodeProgram:
         return gate(gate_up, self.decoder.activation)
 
     def logits(self, h: Tensor, delta: Delta) -> Tensor:
-        """Returns logits [B, V] of h + delta: the residual stream [B, hidden] plus the last layer's output."""
+        """Returns logits [B, V] of h + delta, where h is the residual stream [B, hidden] and delta the last layer's output."""
         d = self.decoder
         after = self.layers[-1].spec.after_mlp_gamma
         x = self._norm(None, h, delta, d.final_gamma, d.final_bias, after)

@@ -1,4 +1,5 @@
-"""Attention of the prefill chunks of a step: one call for all chunks on a GPU, batched calls for short chunks elsewhere."""
+"""Attention of the prefill chunks of a step. On a GPU one call computes all chunks, unless scores have a soft cap. Otherwise
+chunks of similar length share a call where that is possible."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from lowbit.ops.ragged_attention import gather_kv, ragged_attention
 from lowbit.pack.kv_pages import KVPages
 
 LEAST = 16
-"""Chunks are padded to this length, longer ones to the next power of two. Up to half of the work may be padding, which is cheap
-compared with a call for each chunk and layer.
+"""Shorter chunks are padded to this length, longer ones to the next power of two. Up to half of the work may then be padding.
+That is cheap compared with a call for each chunk and layer.
 """
 
 MOST_KEYS = 1 << 15
@@ -30,8 +31,8 @@ MOST_KEYS = 1 << 15
 
 @dataclass(frozen=True)
 class Group:
-    """Chunks, by index, that begin at the same position and are padded to `length` tokens. page and place [B, begin + length]:
-    page of each key, and its index in the page; padding repeats the first key."""
+    """Chunks that begin at the same position and are padded to `length` tokens. numbers: their indices. page, place
+    [B, begin + length]: page of each key, and its index in the page; padding repeats the first key."""
 
     length: int
     numbers: list[int]
@@ -40,8 +41,8 @@ class Group:
 
 
 class RaggedAttention:
-    """Attention of all sequences of a `Ragged` in one call, without a soft cap. Results of a sequence do not depend on
-    others."""
+    """Attention of all sequences of a `Ragged` in one call. Soft caps are not supported. Results of a sequence do not depend on
+    the others."""
 
     def __init__(self, ragged: Ragged, kv_heads: int) -> None:
         self.ragged, self.where = ragged, ragged.keys(kv_heads)
@@ -59,9 +60,9 @@ class RaggedAttention:
 class PromptAttention:
     """Attention of some chunks, planned once for all layers.
 
-    Chunks of similar length that begin at the same position (0, or after a common prefix) are one call. They are padded at the
-    end, where the causal mask hides the padding. `invariant`: one call for each chunk, so that results do not depend on other
-    chunks.
+    One call computes chunks of similar length that begin at the same position (0, or after a common prefix). They are padded at
+    the end, where the causal mask hides the padding. `invariant`: each chunk has a call of its own, so that results do not
+    depend on other chunks.
     """
 
     def __init__(self, chunks: Sequence[PrefillChunk], slots: Slots, *, invariant: bool) -> None:
@@ -72,7 +73,7 @@ class PromptAttention:
             alike[chunk.begin, max(LEAST, 1 << (len(chunk.tokens) - 1).bit_length())].append(number)
         self.groups: list[Group] = []
         for (begin, length), numbers in sorted(alike.items()):
-            most = max(1, MOST_KEYS // (begin + length))  # 1: one chunk per call
+            most = max(1, MOST_KEYS // (begin + length))  # chunks in one call
             for at in range(0, len(numbers), most):
                 if len(part := numbers[at : at + most]) > 1:
                     self.groups.append(self._group(begin, length, part))

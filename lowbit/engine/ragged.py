@@ -1,6 +1,6 @@
 """The prefill chunks of a step, concatenated into tensors that are padded to one of a few sizes.
 
-Padding tokens map to the dummy slot. Tensors of one shape therefore fit any chunks up to that size, as a CUDA graph requires.
+Padding tokens map to the dummy slot. So tensors of one shape can hold any chunks up to that size, as a CUDA graph requires.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lowbit.engine.slots import ALIGNED, Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
 
 SMALL = (8, 16, 32, 48, 64, 96)
-"""Sizes below 128 tokens. From 128 on, sizes are multiples of 64, and from 1,024 on of 256: large-M products compute whole
-tiles of 64 to 256 tokens anyway."""
+"""Sizes below 128 tokens. From 128 on, sizes are multiples of 64, and from 1,024 on multiples of 256. Padding to them costs
+little, since large-M products compute whole tiles of 64 to 256 tokens anyway."""
 
 
 def sizes(most: int) -> tuple[int, ...]:
@@ -37,12 +37,12 @@ class RaggedShape:
 
     @property
     def columns(self) -> int:
-        """Number of int32 in a row of per-sequence numbers, the dummy sequence included."""
+        """Length of a row of `numbers` with one int32 for each sequence and the dummy sequence, padded to an L2 line."""
         return -(-(self.sequences + 1) // ALIGNED) * ALIGNED
 
     def numbers(self, chunks: Sequence[PrefillChunk], dummy_slot: int) -> list[int]:
-        """Returns the padded input of a `Ragged`: rows with the slot, first position, token offset and key offset of each
-        sequence, a row with the tokens after which a token is sampled, then all tokens.
+        """Returns the padded input of a `Ragged`. It has four rows with the slot, first position, token offset and key offset
+        of each sequence, a row with the indices of the tokens after which a token is sampled, and then all tokens.
         """
         q_begins, k_begins = [0], [0]
         for chunk in chunks:
@@ -67,8 +67,8 @@ class Ragged:
     """Prefill chunks as tensors of one shape, made on the device from their `numbers`.
 
     `ids`, `slot_of` and `position_of` int32 [tokens] describe the tokens. `q_begins` and `k_begins` int32 [sequences + 1] are
-    the offsets of each sequence's tokens and keys; its keys include those of earlier chunks. `last` int64 [sequences] are the
-    tokens after which a token is sampled, these first.
+    the offsets of each sequence's tokens and keys; its keys include those of earlier chunks. `last` int64 [sequences] has the
+    indices of the tokens after which a token is sampled, followed by padding.
     """
 
     def __init__(self, shape: RaggedShape, numbers: Tensor, slots: Slots) -> None:
@@ -93,7 +93,8 @@ class Ragged:
         return sequence, torch.where(sequence < self.shape.sequences, each - begins[sequence], 0)
 
     def keys(self, kv_heads: int) -> Tensor:
-        """Returns the row of each key's first head among the rows of a layer's pages, int64 [keys]."""
+        """Returns where each key is in a layer's pages, int64 [keys]: the row of its first head, if the pages are seen as rows
+        of one head and one token."""
         sequence, position = self._sequences(self.k_begins, self.shape.keys)
         page = self.tables[self._slot[sequence].long(), position // PAGE].long()
         return page * (kv_heads * PAGE) + position % PAGE

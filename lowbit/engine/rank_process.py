@@ -21,7 +21,7 @@ from lowbit.ops.ranks import Ranks
 
 
 def main(descriptor: int) -> None:
-    """Follows the commands that arrive at a socket until rank 0 ends or says "end"."""
+    """Runs the commands that arrive at the socket `descriptor`, until rank 0 ends or sends "end"."""
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     connection = Connection(descriptor)
     try:
@@ -32,7 +32,7 @@ def main(descriptor: int) -> None:
         traceback.print_exc()
         connection.send(("failed", one_line(error)))
         os._exit(1)
-    os._exit(0)  # not through the interpreter's end: a library's threads may still wait for other ranks
+    os._exit(0)  # skips the interpreter's shutdown, where threads of a library may still wait for other ranks
 
 
 def _follow(connection: Connection) -> None:
@@ -64,6 +64,6 @@ def _follow(connection: Connection) -> None:
 
 
 def _end_with_rank_0() -> None:
-    """Ends this process when rank 0 does, whose end of standard input then closes."""
+    """Ends this process when rank 0 ends, which closes this process's standard input."""
     sys.stdin.buffer.read()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The processes of tensor parallelism: rank 0, which started the others, and what all do when one of them fails.
+"""The processes of tensor parallelism: how rank 0 starts the others, and what happens when one of them fails.
 
     rank 0 (the caller's process)  --commands, pickled, over a socket--> ranks 1, 2, .. (rank_process.py)
            schedules, reads tokens <--"loaded", or the reason of a failure--  load their part, follow (lockstep.py)
@@ -42,23 +42,24 @@ from lowbit.ops.ranks import WAIT, Ranks, prepare_libraries
 T = TypeVar("T")
 
 SECONDS_TO_END = 5.0
-"""How long a rank may take to end after it was told to, before it is killed; also work on the GPU, and the end of NCCL."""
+"""Seconds that a rank may take to end before it is killed. Running work on the GPU and the end of NCCL get as many."""
 
 
 MakeModel = Callable[[int, torch.device], PreTrainedModel]
-"""Returns the part of a model of a rank on its device. It is pickled: a function of a module, or a partial of one."""
+"""Returns a rank's part of a model on the rank's device. It is pickled, so it must be a top-level function or a partial of
+one."""
 
 CheckModel = Callable[[PreTrainedModel, Ranks], None]
-"""Checks parts of a model, with all ranks; pickled as `MakeModel`."""
+"""Checks the part of a model together with all other ranks. It is pickled like `MakeModel`."""
 
 CommonFunction = Callable[..., T]
-"""A function of a module that all ranks call, each with its own engine as the first argument."""
+"""A top-level function that all ranks call, each with its own engine as the first argument."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank loads, and where it joins the others. device: "cuda" or "cpu"; check: called once all have joined; kernels
-    and beside as for `use_kernels`."""
+    """The task of a rank: what it loads, and the port on which it joins the others. device: "cuda" or "cpu". check: called once
+    all ranks have joined. kernels, beside: arguments of `use_kernels`."""
 
     rank: int
     size: int
@@ -71,18 +72,18 @@ class Job:
 
 
 class LeadingRanks(Ranks):
-    """Rank 0 of the processes of a model. `tell` sends a command to all others, `check` raises if one has failed."""
+    """Rank 0 of the processes of a model. `tell` sends a command to all others; `check` raises an error if one has failed."""
 
     def __init__(self, jobs: list[Job], device: torch.device, store: TCPStore) -> None:
         self.size = len(jobs) + 1
         self._store = store
         self.failure = ""
-        """Why the ranks have ended; "" while all work."""
+        """Why the ranks were ended; "" if none has failed."""
         self.on_failure: Callable[[], object] = lambda: None
         """Called, by a thread of its own, once a rank has failed."""
         self._ended = self._joined = self._have_engines = False
         self._stuck = False
-        """True if work on the GPU or NCCL did not end: the end of this process would wait for it."""
+        """True if work on the GPU or NCCL did not end. The interpreter's shutdown would then wait for it."""
         self._aborting: threading.Thread | None = None
         self._changed = threading.Condition()
         self._loaded = 0
@@ -112,7 +113,7 @@ class LeadingRanks(Ranks):
                 errors.append(error)
                 self._changed.notify_all()
 
-        # In a thread of its own, as both NCCL and gloo would wait on for a rank that ends meanwhile.
+        # The ranks connect in a separate thread, since NCCL and gloo would keep waiting for a rank that ends meanwhile.
         threading.Thread(target=connect, daemon=True).start()
         with self.guarded():
             with self._changed:
@@ -124,51 +125,53 @@ class LeadingRanks(Ranks):
             self.check()
 
     def make_engines(self, options: dict[str, Any]) -> None:
-        """Lets all other ranks make their engine with these arguments, as this one is about to. Raises ValueError if they have
-        one."""
+        """Makes the engines of all other ranks with these arguments; the caller makes its own. Raises ValueError if they have
+        engines already."""
         if self._have_engines:
             raise ValueError("these ranks have an engine; for another one, load the model again")
         self._have_engines = True
         self.tell("engine", options)
 
     def tell(self, command: str, *arguments: Any) -> None:
-        """Sends a command to all other ranks. Raises RankFailed after a failure of any."""
+        """Sends a command to all other ranks. Raises RankFailed if a rank has failed."""
         self.check()
         data = pickle.dumps((command, arguments))
         for rank, connection in enumerate(self._connections, 1):
             try:
                 connection.send_bytes(data)
             except OSError:
-                with self._changed:  # the thread that watches this rank finds out why
+                with self._changed:  # gives the thread that watches this rank time to find the reason
                     self._changed.wait_for(lambda: self.failure, SECONDS_TO_END)
                 self.fail(f"rank {rank} reads no more commands")
                 self.check()
 
     def everywhere(self, engine: Any, function: CommonFunction[T], *arguments: Any) -> T:
-        """Calls function(engine, *arguments) on all ranks, each with its own engine, and returns what it returns here."""
+        """Calls function(engine, *arguments) on all ranks, each with its own engine, and returns the result of this rank."""
         with self.together("call", function, arguments):
             return function(engine, *arguments)
 
     @contextlib.contextmanager
     def together(self, command: str, *arguments: Any) -> Iterator[None]:
-        """Tells all other ranks a command, which this one runs inside the context. An error in it fails all ranks."""
+        """Sends a command to all other ranks; the caller runs the same command inside the context. An error inside it fails all
+        ranks."""
         with self.guarded():
             self.tell(command, *arguments)
             yield
 
     def check(self) -> None:
-        """Raises RankFailed if a rank has failed, or all were ended."""
+        """Raises RankFailed if a rank has failed or the ranks were ended."""
         if self.failure or self._ended:
             raise RankFailed(self.failure or "the ranks of this model were ended")
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """What this rank does beside the others: an error of it fails all, since they would wait for it."""
+        """A context for operations that all ranks run together. An error inside it fails all ranks, since the others would wait
+        for this one."""
         try:
             yield
         except BaseException as error:
             if not isinstance(error, RankFailed):
-                with self._changed:  # an error of a common operation is usually the end of another rank
+                with self._changed:  # such an error usually means that another rank has ended; waits for its reason
                     self._changed.wait_for(lambda: self.failure, 1.0)
                 self.fail(f"rank 0: {one_line(error)}")
             if isinstance(error, Exception):
@@ -186,16 +189,16 @@ class LeadingRanks(Ranks):
     def least(self, number: int) -> int:
         with self.guarded():
             found = super().least(number)
-            self.check()  # an operation that was aborted returns anything
+            self.check()  # the result of an aborted operation is undefined
             return found
 
     def fail(self, reason: str) -> None:
-        """Ends all other ranks for a reason; only the first one counts."""
+        """Ends all other ranks, and records the reason. Does nothing if the ranks have failed or were ended before."""
         with self._changed:
             if self.failure or self._ended:
                 return
             self.failure = reason
-            if self._joined:  # in a thread of its own: NCCL's abort returns once all graphs with its operations are gone
+            if self._joined:  # a thread of its own, since NCCL's abort does not return before its graphs are freed
                 self._aborting = threading.Thread(target=self._abort, daemon=True)
             self._changed.notify_all()
         for process in self.processes:
@@ -205,7 +208,7 @@ class LeadingRanks(Ranks):
         self.on_failure()
 
     def _abort(self) -> None:
-        with contextlib.suppress(RuntimeError, AttributeError):  # of a group that PyTorch has ended by itself
+        with contextlib.suppress(RuntimeError, AttributeError):  # raised if PyTorch has ended the group by itself
             self.abort()
 
     def end(self) -> None:
@@ -231,8 +234,8 @@ class LeadingRanks(Ranks):
             atexit.unregister(self.end_with_interpreter)
 
     def end_with_interpreter(self) -> None:
-        """Ends the other ranks; if NCCL, or work on this rank's GPU, waits for a rank that has ended, ends this process at
-        once, with status 1: the interpreter's end would wait too."""
+        """Ends the other ranks. If NCCL or work on this rank's GPU still waits for a rank that has ended, ends this process at
+        once with status 1, since the interpreter's shutdown would wait too."""
         self.end()
         if self._stuck:
             sys.stdout.flush()
@@ -240,8 +243,8 @@ class LeadingRanks(Ranks):
             os._exit(1)
 
     def _leave_in_time(self, told: bool) -> bool:
-        """Leaves the group. Returns whether this rank's GPU is idle and NCCL has ended, in the seconds that both have. `told`:
-        all ranks leave together; otherwise one has failed, and NCCL's operations were aborted."""
+        """Leaves the group. Returns True if this rank's GPU became idle and NCCL ended, each within SECONDS_TO_END. `told`: all
+        ranks leave together; else one has failed, and NCCL's operations were aborted."""
         if self.device.type == "cpu":
             with contextlib.suppress(RuntimeError):
                 self.leave()
@@ -279,11 +282,12 @@ def load_ranks(
     dtype: torch.dtype | None = None, head: str | None = None, batch_invariant: bool = False, verify: bool = False,
     kernels: str | Path | None = None,
 ) -> tuple[PreTrainedModel, LeadingRanks]:  # fmt: skip
-    """Loads a stored model as `start_ranks` does, a part in each of `size` processes; arguments as for `load_causal`.
+    """Loads a stored model, one part in each of `size` processes. Returns the same as `start_ranks`; other arguments are those
+    of `load_causal`.
 
-    Raises ValueError for a model that cannot be cut and for what `start_ranks` refuses, CheckpointError as `load_causal` does
-    and if layers compute something else than the checkpoint states (`models.numerics`), and RankFailed if another rank cannot
-    load its part.
+    Raises ValueError for a model that cannot be cut and for what `start_ranks` refuses, RankFailed if another rank cannot load
+    its part, and CheckpointError where `load_causal` does. Raises CheckpointError also if layers compute something else than
+    the checkpoint states (`models.numerics`).
     """
     refusals = rank_refusals(size, device)
     if batch_invariant and size > 2:
@@ -307,8 +311,8 @@ def start_ranks(
     make: MakeModel, size: int, device: torch.device, *, check: CheckModel | None = None, kernels: str | Path | None = None,
     beside: Path | None = None,
 ) -> tuple[PreTrainedModel, LeadingRanks]:  # fmt: skip
-    """Makes the parts of a model in `size` processes, and returns the part of this one, rank 0, with the ranks for
-    `Engine(model, ranks=..)`. Rank r computes on GPU r of this host; on a CPU all share it.
+    """Makes the parts of a model in `size` processes. Returns the part of this process, which is rank 0, and the ranks for
+    `Engine(model, ranks=..)`. Rank r computes on GPU r of this host; on a CPU all ranks share it.
 
     Raises ValueError for fewer than 2 ranks, a machine with fewer GPUs, and a process that already belongs to a group of
     torch.distributed; RankFailed if another rank cannot make its part; and what `make` and `check` raise here.
@@ -352,7 +356,7 @@ def rank_refusals(size: int, device: torch.device) -> tuple[str, ...]:
 
 
 def _becomes_idle(device: torch.device) -> bool:
-    """Waits for the work of a GPU, up to SECONDS_TO_END. Returns False if it takes longer or ends in a CUDA error."""
+    """Waits up to SECONDS_TO_END for the work of a GPU. Returns False if it takes longer or ends in a CUDA error."""
     deadline = time.monotonic() + SECONDS_TO_END
     with contextlib.suppress(RuntimeError):
         done = torch.cuda.Event()

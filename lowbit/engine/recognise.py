@@ -1,6 +1,7 @@
 """Reads a model of Transformers as a `Decoder`, or gives the reasons why it has no decode program.
 
-Tables of rotary angles are computed by the model's own rotary embedding: every static scaling of positions is supported.
+Tables of rotary angles are computed by the model's own rotary embedding. So every scaling of positions is supported, if its
+angles do not depend on the length of the sequence.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MOST_LOGPROBS = 20
 
 
 class SampledToken(NamedTuple):
-    """A sampled token with its log-probability under the model, before temperature and filters; `top_logprobs`: the most likely
+    """A sampled token with its log-probability under the model, before temperature and filters. `top_logprobs`: the most likely
     tokens at its position, each as (token, log-probability)."""
 
     token: int
@@ -35,9 +35,9 @@ class Request:
         stop_token_ids: tokens after which the sequence finishes.
         on_token: called with each sampled token in order; the sequence finishes if it returns True.
         top_logprobs: number of most likely tokens to report with each sampled token, up to 20.
-        grammar: what the sequence may say; it finishes when its text is complete. It goes without `Sampling.min_new_tokens`,
-            which would suppress the stop token that ends a complete text.
-        adapter: name of the engine's LoRA adapter that computes the sequence; None: the model alone.
+        grammar: restricts the sequence's text; the sequence finishes when its text is complete. It cannot be combined with
+            `Sampling.min_new_tokens`, which would suppress the stop token that ends a complete text.
+        adapter: name of the engine's LoRA adapter that computes the sequence; None for the model without an adapter.
 
     Raises ValueError for a field of a wrong type or out of its range.
     """
@@ -84,7 +84,8 @@ class Request:
 
 
 def _check_tokens(what: str, tokens: abc.Collection[int]) -> None:
-    """Raises ValueError for tokens that are not integers; the set of their types is built without a Python loop."""
+    """Raises ValueError for tokens that are not integers. Only the set of their types is checked: it is built without a Python
+    loop over the tokens."""
     kinds = set(map(type, tokens))
     if any(kind is bool or not issubclass(kind, numbers.Integral) for kind in kinds):
         wrong = next(token for token in tokens if not is_whole(token))

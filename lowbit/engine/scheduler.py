@@ -18,6 +18,9 @@ from lowbit.engine.block_pool import BlockPool, pages_for
 from lowbit.engine.sequence import FinishReason, Sequence
 from lowbit.kernels.choose.attention import PAGE
 
+LEAST_PART = 16
+"""A chunk is split to fill a step from this number of tokens on; each part costs a launch of attention its own block."""
+
 
 @dataclass(frozen=True)
 class PrefillChunk:
@@ -261,12 +264,12 @@ class Scheduler:
 
     def _add_chunk(self, sequence: Sequence, scheduled: SchedulerOutput, left: int, limit: int) -> int:
         """Adds the next chunk of a sequence if it fits; returns how many prompt tokens are left, 0 if it did not fit. A chunk
-        that does not fit an empty step is split."""
+        that does not fit an empty step is split, and beside decoding sequences also one that fills a step."""
         tokens = sequence.tokens
         begin = sequence.computed_tokens
         end = min(len(tokens), (begin // self.chunk_tokens + 1) * self.chunk_tokens)
         if end - begin > left:
-            if left < limit:
+            if left < (LEAST_PART if limit < self.chunk_tokens else limit):
                 return 0
             end = begin + left
         last = end == len(tokens)

@@ -11,7 +11,7 @@ from lowbit.engine.failure import RequestFailed
 from lowbit.engine.request import Request, SampledToken
 
 FIRST_SHARE = 0.5
-"""Assumed share of right guesses of a new sequence."""
+"""Share of guesses that is assumed to be right in a new sequence."""
 
 if TYPE_CHECKING:
     from lowbit.engine.grammar import GrammarState
@@ -28,9 +28,10 @@ class FinishReason(str, Enum):
     CANCELLED = "cancelled"
     """The caller cancelled the sequence."""
     FAILED = "failed"
-    """Its prompt or its `on_token` raised an error, or its logits are NaN or infinite: `Sequence.error` says which."""
+    """Its prompt or its `on_token` raised an error, its grammar cannot be followed, its logits are NaN or infinite, or its step
+    or the engine failed: `Sequence.error` says which."""
     NONE = "none"
-    """Not finished yet: used in DeepSpeed-MII's streams, never in a finished response."""
+    """Not finished yet. DeepSpeed-MII's streams have it; a finished response never does."""
 
 
 @dataclass(eq=False)
@@ -54,21 +55,22 @@ class Sequence:
     computed_tokens: int = 0
     """Number of tokens whose keys and values are in the pages once all launched work has run."""
     launched_tokens: int = 0
-    """Number of sampled tokens, with those that the host has not read yet: one of a step with guesses, until it is read."""
+    """Number of sampled tokens, including those that the host has not read yet. A step with guesses counts as one token until
+    it is read."""
     prefilled: bool = False
-    """True once the prompt is computed: each step then samples one more token."""
+    """True once the prompt is computed. From then on each step samples a token."""
     grammar: GrammarState | None = None
-    """How far the sampled tokens have followed the request's grammar; None without one."""
+    """The state of the request's grammar after the sampled tokens; None without a grammar."""
     grammar_failed: bool = False
-    """True if the sequence failed since its grammar cannot be followed any further: the request is at fault."""
+    """True if the sequence failed because its grammar cannot be followed any further. The request is then at fault."""
 
     adapter: int = -1
-    """Number of its LoRA adapter among the engine's; -1 without one. Cached pages are shared within one adapter."""
+    """Index of its LoRA adapter among the engine's; -1 without one. Only sequences with the same adapter share cached pages."""
 
     lookup: PromptLookup | None = None
-    """Guesses its next tokens; None without speculation by prompt lookup."""
+    """Guesses its next tokens by prompt lookup; None without it."""
     share: float = FIRST_SHARE
-    """Share of a draft model's guesses that were right lately."""
+    """Share of the draft model's latest guesses that were right."""
     drafted_tokens: int = 0
     """Number of tokens whose keys and values are in the pages of a draft model."""
 
@@ -105,5 +107,5 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Position of the last sampled token, which the next step computes."""
+        """Position of the last sampled token, which is the input of the next step."""
         return len(self.request.prompt) + self.launched_tokens - 1

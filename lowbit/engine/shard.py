@@ -5,9 +5,9 @@
     LM head             a range of the vocabulary; all ranks gather the logits
     the rest            whole, on every rank: embedding, norms
 
-A rank's model is of the same class of Transformers, with a configuration of fewer heads and a narrower MLP. So everything that
-reads a model (recognise.py, the program, packing) sees an ordinary one. With fewer KV heads than ranks, several ranks have the
-same one. formats/split.py cuts quantized weights: scales of groups that a cut divides are repeated.
+A rank's model is of the same class of Transformers, with a configuration of fewer heads and a narrower MLP. So code that reads
+a model (recognise.py, the program, packing) needs no special cases. If there are fewer KV heads than ranks, several ranks hold
+the same head. formats/split.py cuts quantized weights. If a cut divides a group, both parts get the group's scale.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from lowbit.ops.ranks import Ranks
 
 @dataclass(frozen=True)
 class Cut:
-    """How a module's matrix [N, K] is cut. "rows": `parts` (all, of one rank) of each matrix that is concatenated in it;
-    "columns": into equal ranges; "vocabulary": into ranges of ceil(N / ranks) rows, the last one filled up with rows of 0."""
+    """How a module's matrix [N, K] is cut. "rows": the matrix is a concatenation of matrices, each of which is cut by rows;
+    `parts` has (all rows, rows of one rank) of each. "columns": into equal ranges. "vocabulary": into ranges of ceil(N / ranks)
+    rows, the last one filled up with rows of 0."""
 
     kind: Literal["rows", "columns", "vocabulary"]
     parts: tuple[tuple[int, int], ...] = ()
 
     def ranges(self, rank: int, ranks: int) -> list[Range]:
-        """The rows of `rank`."""
+        """Returns the ranges of rows that `rank` holds."""
         found, begin = [], 0
         for total, part in self.parts:
             first, last = part_range(total, part, rank, ranks)
@@ -50,8 +51,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How the modules of a model are cut for `ranks` ranks, by name; others are whole. config: the configuration of the model
-    of one rank. tied: the LM head has the embedding's weight, of which it gets its own rows."""
+    """How the modules of a model are cut for `ranks` ranks. cuts: by names of modules; modules without a cut are whole on every
+    rank. config: the configuration of one rank's model. tied: the LM head of the whole model uses the embedding's weight; each
+    rank's head gets its own copy of the rank's rows."""
 
     ranks: int
     config: PreTrainedConfig
@@ -120,8 +122,9 @@ class ShardPlan:
         return own
 
     def plain(self, name: str, leaf: str, tensor: Tensor, rank: int) -> Tensor | None:
-        """Returns the part of a parameter `leaf` ("weight" or "bias") of a module that is not quantized; None for the bias of a
-        sum to which another rank adds it."""
+        """Returns the part of a parameter `leaf` ("weight" or "bias") of a module that is not quantized. Outputs of modules
+        that are cut by columns are summed over all ranks, so only rank 0 adds their bias; returns None for it on other
+        ranks."""
         cut = self.cuts.get(name)
         if cut is None:
             return tensor
@@ -137,7 +140,8 @@ class ShardPlan:
         return torch.cat([own, own.new_zeros(part - len(own), *own.shape[1:])]) if len(own) < part else own.clone()
 
     def whole(self, cut: Cut, y: Tensor, ranks: Ranks, outputs: int) -> Tensor:
-        """Returns the outputs [M, outputs] of a whole layer from those of each rank's part, which all ranks pass."""
+        """Returns the outputs [M, outputs] of a whole layer from the outputs `y` of this rank's part. All ranks must call it
+        together, each with its own part."""
         if cut.kind == "columns":
             return ranks.total(y, 0)
         parts = ranks.gathered(y, y.shape[1] * self.ranks)
@@ -149,13 +153,14 @@ class ShardPlan:
         return made
 
     def _vocabulary(self, rows: int, rank: int) -> tuple[int, int, int]:
-        """Returns rows of a part, and the first and last row of that of `rank`."""
+        """Returns (rows of each part, first row of `rank`, end of its rows). The last part may have fewer rows of its own."""
         part = -(-rows // self.ranks)
         return part, min(rank * part, rows), min((rank + 1) * part, rows)
 
 
 def _row_cuts(names: dict[nn.Module, str], modules: Sequence[nn.Module], parts: tuple[tuple[int, int], ...]) -> dict[str, Cut]:
-    """Returns the cuts of modules whose concatenated outputs have `parts`: one module may have all."""
+    """Returns the cuts of modules whose concatenated outputs consist of `parts`. A single module has all parts, otherwise each
+    module has one."""
     if len(modules) == 1:
         return {names[modules[0]]: Cut("rows", parts)}
     return {names[module]: Cut("rows", (part,)) for module, part in zip(modules, parts, strict=True)}

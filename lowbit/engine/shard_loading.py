@@ -1,8 +1,8 @@
 """Loads one rank's part of a stored language model (shard.py).
 
 Tensors are read one at a time, cut and moved to the device, so that memory holds the rank's part and one whole matrix. A matrix
-that is quantized while loading is quantized before it is cut: its codes and scales are those of one process. Any source of
-`models.load.load` can be loaded, except one whose tensors Transformers converts into others.
+that is quantized while loading is quantized before it is cut. So its codes and scales are the same as on a single GPU. Any
+source of `models.load.load` can be loaded, except one whose tensors Transformers converts into others.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from lowbit.nn.linear import make_batch_invariant
 from lowbit.ops.ranks import Ranks
 
 Part = tuple[str, QuantTensor | Tensor]
-"""The name of a module and its quantized weight, or the name of a parameter and its values; whole, by the model's names."""
+"""The name of a module and its quantized weight, or the name of a parameter and its values. Both are not cut yet, and named as
+in the model."""
 
 
 class ShardSource:
-    """A stored causal language model, opened for loading by `ranks` ranks: everything that can be refused before weights are
-    read is refused here.
+    """A stored causal language model, opened for loading by `ranks` ranks. Raises every error that is possible before weights
+    are read: CheckpointError for files that cannot be loaded, and ValueError for models that cannot be cut.
 
-    scheme: quantize 16-bit weights to it. dtype: of activations (default: as in `load`, for `device`). Raises CheckpointError
-    for files that cannot be loaded, and ValueError for models that cannot be cut.
+    scheme: quantize 16-bit weights to it. dtype: dtype of activations (default: as in `load`, for `device`).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ShardSource:
         self._read = quantizing_dtype(config, self.dtype)
 
     def parts(self, device: torch.device) -> Iterator[Part]:
-        """Yields all weights; those on `device` that are quantized here or by another tool."""
+        """Yields all weights. Weights that are quantized here or by another tool are on `device`."""
         yield from self._plain_files(device) if self.checkpoint is None else self._quantized_files(device)
 
     def _quantized_files(self, device: torch.device) -> Iterator[Part]:
@@ -120,7 +120,7 @@ class ShardSource:
                     yield target.parameters[0], tensor
 
     def generation(self) -> GenerationConfig:
-        """The generation config of the files, or of the model's configuration."""
+        """Returns the generation config of the files, or else one made from the model's configuration."""
         folder = self.resolved.path
         if folder.is_dir() and (folder / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(folder)
@@ -132,9 +132,9 @@ def load_shard(
     source: ShardSource, rank: int, device: torch.device, *, head: str | None = None, batch_invariant: bool = False,
     verify: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
-    """Returns the model of one rank on `device`. Only a program that adds the ranks' sums can compute with it: `Engine`.
+    """Returns the model of one rank on `device`. Only `Engine` can compute with it, since the ranks' outputs must be summed.
 
-    head: a scheme for LM head and embedding of a model whose layers are quantized. batch_invariant, verify: as in `load`.
+    head: scheme for the LM head and the embedding of a model whose layers are quantized. batch_invariant, verify: as in `load`.
     """
     plan, dtype, where = source.plan, source.dtype, source.resolved.name
     if verify:
@@ -165,17 +165,18 @@ def load_part(
     rank: int, device: torch.device, *, source: str, ranks: int, scheme: str | None, dtype: torch.dtype | None,
     head: str | None, batch_invariant: bool, verify: bool,
 ) -> PreTrainedModel:  # fmt: skip
-    """Returns `load_shard` of a source, whose checksums rank 0 alone verifies."""
+    """Opens a source and returns `load_shard` of it. Only rank 0 verifies checksums."""
     opened = ShardSource(source, ranks, device, scheme=scheme, dtype=dtype)
     return load_shard(opened, rank, device, head=head, batch_invariant=batch_invariant, verify=verify and rank == 0)
 
 
 @torch.no_grad()
 def check_part(model: PreTrainedModel, ranks: Ranks, *, source: str) -> None:
-    """Compares what all ranks compute together, layer by layer and as logits, with what their checkpoint states, as
-    `models.numerics.check` does with a whole model; nothing if it states nothing. All ranks call it.
+    """Compares the results of all ranks together with those that their checkpoint states: outputs of layers, and logits.
+    `models.numerics.check` does the same with a whole model. Does nothing if the checkpoint states no results. All ranks must
+    call it.
 
-    Raises NumericsError on rank 0, where layers are compared.
+    Raises NumericsError. Outputs of layers are compared on rank 0 only, logits on all ranks.
     """
     folder = resolve(source).path
     kept = read_numerics(folder) if folder.is_dir() else None
@@ -197,13 +198,13 @@ def check_part(model: PreTrainedModel, ranks: Ranks, *, source: str) -> None:
 
 
 def _part_of_probes(module: QuantLinear, cut: Cut, ranks: Ranks, dtype: torch.dtype) -> Tensor:
-    """Returns the outputs of this rank's part of a layer for the known inputs, without bias."""
+    """Returns the outputs of this rank's part of a layer for the inputs `checkpoint.numerics.probes`, without bias."""
     whole = module.in_features * (ranks.size if cut.kind == "columns" else 1)
     rows = numerics.ROWS_ON_GPU if ranks.device.type == "cuda" else PROBES
     x = probes(whole, numerics.amplitude(module.input_transform))[torch.arange(rows) % PROBES]
     if cut.kind == "columns":
         x = x[:, ranks.rank * module.in_features : (ranks.rank + 1) * module.in_features]
-    # A bias of zeros, so that no other kernels are compiled than those with the layer's own.
+    # A layer with a bias gets a bias of zeros, so that it uses the kernels that it needs anyway.
     bias = None if module.bias is None else torch.zeros_like(module.bias)
     return module.multiply(x.contiguous().to(ranks.device, dtype), bias)
 
@@ -217,7 +218,7 @@ def rank_model(plan: ShardPlan, where: Path | str) -> PreTrainedModel:
     model.set_submodule(plan.head, own)
     for name, cut in plan.cuts.items():
         if cut.kind == "columns":
-            model.get_submodule(name).bias = None  # set on the rank that adds it
+            model.get_submodule(name).bias = None  # `_set_plain` sets it on the rank that adds it
     return model
 
 
@@ -233,7 +234,8 @@ def finish(model: PreTrainedModel, device: torch.device, head: str | None, dtype
 
 
 def _owners(plan: ShardPlan, name: str) -> list[tuple[str, str]]:
-    """Returns the modules that have a weight, each with the name of its parameter: of a tied embedding the LM head too."""
+    """Returns the modules that have a weight, each with the name of its parameter. The weight of a tied embedding belongs to
+    the LM head too."""
     module, _, leaf = name.rpartition(".")
     if leaf not in ("weight", "bias"):  # a quantized module
         module, leaf = name, "weight"
@@ -244,7 +246,7 @@ def _owners(plan: ShardPlan, name: str) -> list[tuple[str, str]]:
 
 
 def _set_quantized(model: PreTrainedModel, name: str, q: QuantTensor, dtype: torch.dtype) -> None:
-    """Replaces a module by a quantized one, with the bias that it has."""
+    """Replaces a module by a quantized one with the same bias."""
     module = model.get_submodule(name)
     new: nn.Module
     if isinstance(module, nn.Embedding):
@@ -257,7 +259,7 @@ def _set_quantized(model: PreTrainedModel, name: str, q: QuantTensor, dtype: tor
 def _set_plain(
     model: PreTrainedModel, plan: ShardPlan, name: str, tensor: Tensor, rank: int, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Sets the part of a parameter, or a persistent buffer."""
+    """Sets this rank's part of a parameter or of a persistent buffer."""
     module_name, _, leaf = name.rpartition(".")
     module = model.get_submodule(module_name)
     own = plan.plain(module_name, leaf, tensor, rank)

@@ -1,4 +1,5 @@
-"""Device tensors of the running requests: next token, position, adapter, page table, sampling settings, one row for each slot.
+"""Device tensors of the running requests, with one row for each slot: next token, position, adapter, page table and sampling
+settings.
 
 They are allocated once, since CUDA graphs store their addresses. The last slot is a dummy, used by the rows that pad a step to
 the size of a graph.
@@ -19,20 +20,20 @@ ALIGNED = 32
 
 
 class Slots:
-    """`count` slots for requests of at most `most_tokens` tokens, and a dummy slot. drafts: maximum number of guessed tokens of
-    a slot in a step."""
+    """`count` slots for requests of at most `most_tokens` tokens, and a dummy slot. drafts: maximum number of guessed tokens
+    that a step verifies for a slot."""
 
     def __init__(
         self, count: int, most_tokens: int, vocab: int, stop_token_ids: Sequence[int], device: torch.device, drafts: int = 0
     ) -> None:  # fmt: skip
         self.count, self.device = count, device
         self.pages_per_slot = pages_for(most_tokens)
-        # One allocation, so that all changes between two steps are one copy; each part starts at an L2 line.
+        # All parts are one allocation, so that one copy makes all changes between two steps. Each part starts at an L2 line.
         self._stride = -(-(count + 1) // ALIGNED) * ALIGNED
         self._all = torch.zeros(3 * self._stride + (count + 1) * self.pages_per_slot, dtype=torch.int32, device=device)
         self.tokens = self._all[: count + 1]
         self.positions = self._all[self._stride : self._stride + count + 1]
-        self.adapters = self._all[2 * self._stride : 2 * self._stride + count + 1].fill_(-1)  # none
+        self.adapters = self._all[2 * self._stride : 2 * self._stride + count + 1].fill_(-1)  # no adapter
         self.tables = self._all[3 * self._stride :].view(count + 1, self.pages_per_slot)
         self.tables[count] = DUMMY_PAGE
         self.sampling = SamplingState.make(count + 1, vocab, stop_token_ids, device, 1 + drafts)
@@ -43,7 +44,7 @@ class Slots:
         return self.count
 
     def start(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Writes the next token and its position of slots."""
+        """Writes the next token of each of `slots`, and its position."""
         where, *values = on_device([slots, tokens, positions], self.device)
         for state, value in zip((self.tokens, self.positions), values, strict=True):
             state.index_copy_(0, where.long(), value)

@@ -1,14 +1,16 @@
 """Speculation: several tokens of a sequence are guessed, and one step computes and samples after all of them.
 
-A guess is accepted if it is the token that the step sampled before it, so a sequence has the tokens and random numbers of plain
-decoding: sampling after each row takes the row's own logits, counter and seed, and a token that differs from the guess is kept
-in its place. This is rejection sampling with a certain proposal: a guess x is accepted with the probability p(x), and the token
-that replaces it is distributed as p without x.
+The last token of a sequence and each guess are a row of the step. Each row samples the next token with the logits, the counter
+and the seed that a step of its own would have. A guess is accepted if the row before it sampled the same token. Otherwise the
+sampled token is kept, and the rows after it are dropped. So a sequence has the same tokens as without guesses. This is
+rejection sampling with a proposal of one token: a guess x is accepted with the probability p(x), and the token that replaces it
+is distributed as p without x.
 
-Guesses come from a draft model (draft.py), or from the sequence itself: what followed its last tokens the last time (prompt
-lookup; Saxena, 2023). Where a grammar allows one continuation only (grammar.py), its tokens are guesses that are always right.
-Looking them up costs microseconds, so that each token, also of plain steps, tells how often such guesses are right in this
-sequence. A step verifies those that pay by that share: prose costs nothing.
+Guesses come from a draft model (draft.py), or from the sequence itself: its last tokens are looked up in its earlier text, and
+the tokens that followed them there are the guesses (prompt lookup; Saxena, 2023). Where a grammar allows one continuation only
+(grammar.py), its tokens are guesses that are always right. A lookup takes microseconds. So each new token is compared with a
+guess, also in steps that verify none, to estimate the share of right guesses in this sequence. A step verifies only guesses
+that are expected to pay. In prose few guesses are right, so no guess is verified and nothing is lost.
 """
 
 from __future__ import annotations
@@ -24,33 +26,37 @@ if TYPE_CHECKING:
     from lowbit.engine.draft import DraftModel
 
 MOST_DRAFTS = 7
-"""Maximum number of guessed tokens of a sequence in a step: 8 rows with the one before them, the tile of one mma.sync."""
+"""Maximum number of guessed tokens of a sequence in a step. With the token before them they are 8 rows, the tile of one
+mma.sync."""
 
 MOST_ROWS = 64
-"""Maximum number of rows of a step with guesses: more leave the chain of five launches a layer (engine/chain.py)."""
+"""Maximum number of rows of a step with guesses. Steps with more rows need more than the five launches a layer of
+engine/chain.py."""
 
 NGRAMS = (3, 2)
-"""Numbers of last tokens that are looked up, in this order."""
+"""How many last tokens of a sequence are looked up. The first number is tried first."""
 
 LOOKED_UP = 8192
-"""Maximum number of prompt tokens that are looked up, the last ones: their index takes some milliseconds and 2 MB."""
+"""Number of last tokens of a prompt in which a lookup searches. Their index takes some milliseconds and 2 MB."""
 
 REMEMBERED = 8
-"""Number of guesses over which the share of right ones is averaged, with falling weights."""
+"""Number of latest guesses over which the share of right guesses is averaged, with falling weights."""
 
 FORGOTTEN = 128
-"""Number of tokens after which the share of a draft model's right guesses has mostly returned to the assumed one, so that
-guesses are tried again after some hundred tokens."""
+"""Number of tokens after which a draft model's share of right guesses has mostly returned to FIRST_SHARE. So a sequence in
+which guesses did not pay gets guesses again after some hundred tokens."""
 
 STEP_COST, VERIFY_COST = 50.0, 10.0
-"""Costs of a step and of verifying in it, in those of a row. A step of Llama-3-8B's shape in int4 takes 1.5 ms, and
-0.03 ms a row up to 64 rows (docs/internals/engine.md). Verifying adds a launch a layer, and the host reads the tokens before
-the next step is launched: about 0.3 ms together. Other models differ less in these ratios than texts differ in their shares.
+"""Cost of a step, and additional cost of a step that verifies guesses. The unit is the cost of a row. A step of Llama-3-8B's
+shape in int4 takes 1.5 ms, and 0.03 ms more for each row up to 64 rows (docs/internals/engine.md). A step with guesses has one
+more launch a layer, and the host must read its tokens before it launches the next step: about 0.3 ms together. These ratios
+differ less between models than shares of right guesses differ between texts.
 """
 
 
 class PromptLookup:
-    """Guesses the next tokens of a sequence by its own earlier tokens; `share`: of guesses that were right lately."""
+    """Guesses the next tokens of a sequence from its own earlier tokens. `share`: share of its latest guesses that were
+    right."""
 
     def __init__(self, tokens: abc.Sequence[int]) -> None:
         self._tokens = list(tokens[-LOOKED_UP:])
@@ -59,7 +65,7 @@ class PromptLookup:
         self.share = FIRST_SHARE
 
     def append(self, token: int) -> None:
-        """Adds the sequence's next token, and counts whether it was the guessed one."""
+        """Adds the sequence's next token, and updates `share` by whether the token was guessed right."""
         tokens, match = self._tokens, self._match
         right = match is not None and tokens[match] == token
         if match is not None:
@@ -76,7 +82,7 @@ class PromptLookup:
         return self._match is not None
 
     def draft(self, count: int) -> tuple[int, ...]:
-        """Returns `count` guessed tokens; a match that reaches the end of the sequence goes on with the guesses."""
+        """Returns `count` guessed tokens. If the match reaches the end of the sequence, its own guesses continue it."""
         assert self._match is not None
         guessed: list[int] = []
         for at in range(self._match, self._match + count):
@@ -84,7 +90,8 @@ class PromptLookup:
         return tuple(guessed)
 
     def _search(self) -> int | None:
-        """Returns the index of the token that followed the last tokens the last time; None if they are new."""
+        """Returns the index of the token that followed the latest earlier occurrence of the last tokens; None if there is
+        none."""
         for n, after in zip(NGRAMS, self._after, strict=True):
             found = after.get(tuple(self._tokens[-n:]))
             if found is not None:
@@ -93,17 +100,18 @@ class PromptLookup:
 
 
 def _indexed(tokens: list[int], n: int) -> dict[tuple[int, ...], int]:
-    """Returns for each n tokens but the last ones the index of the token that followed them the last time."""
+    """Returns an index of all runs of n tokens, except the run at the end: the position of the token that followed the latest
+    occurrence of each."""
     return dict(zip(zip(*(tokens[i:] for i in range(n)), strict=False), range(n, len(tokens)), strict=False))
 
 
 @dataclass
 class Speculation:
-    """Decides which guesses a step verifies, up to `most` of a sequence, and counts them. `draft` guesses if there is one, else
-    the sequences' own texts. stopped: nothing is guessed any more.
+    """Decides which guesses a step verifies, up to `most` for each sequence, and counts them. The model `draft` guesses if
+    there is one, else prompt lookup does. stopped: True if nothing is guessed any more.
 
-    steps: steps with guesses. sequences: sequences in these steps, each of which would have sampled one token. drafted,
-    accepted: guesses that were verified, and those that were right. draft_cost: cost of a step of the draft model.
+    steps: number of steps with guesses. sequences: number of sequences in these steps, counted in each step. drafted: number of
+    verified guesses. accepted: number of guesses that were right. draft_cost: cost of a step of the draft model.
     """
 
     most: int
@@ -117,7 +125,7 @@ class Speculation:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a sequence had of a step with guesses, on average; 1 before the first one."""
+        """Mean number of tokens that a sequence got from a step with guesses; 1 before the first such step."""
         return 1 + self.accepted / self.sequences if self.sequences else 1.0
 
     def __str__(self) -> str:
@@ -125,7 +133,7 @@ class Speculation:
         return f"steps verify up to {self.most} guessed tokens of a sequence, {source}"
 
     def follow(self, sequence: Sequence) -> None:
-        """Adds the token of a sequence that the host has read last."""
+        """Updates the state of speculation of a sequence after the host has read a token of it."""
         if self.draft is not None:
             sequence.share += (FIRST_SHARE - sequence.share) / FORGOTTEN
         elif sequence.lookup is not None:
@@ -134,12 +142,12 @@ class Speculation:
             sequence.lookup = PromptLookup(sequence.tokens)
 
     def plan(self, sequences: abc.Sequence[Sequence], unread: bool = False) -> dict[Sequence, int]:
-        """Returns how many guesses of each sequence a step verifies; none if they are not expected to pay. unread: the host has
-        not read the tokens of the step in flight.
+        """Returns how many guesses of each sequence a step verifies; an empty dict if guesses are not expected to pay. unread:
+        True if the host has not read the tokens of the step in flight.
 
-        Rows are added by falling probability, as long as each is expected to sample more tokens for its cost than the step
-        without it. The step must then do so beside one without guesses. Steps of a draft model are shared by all sequences, so
-        their number is tried from 1 to `most`.
+        Guesses are added in order of falling probability of being right, while each raises the expected tokens of the step
+        relative to its cost. The step must also have more tokens for its cost than a step without guesses. All sequences share
+        the steps of a draft model, so each number of guesses from 1 to `most` is tried.
         """
         forced = {sequence: len(tokens) for sequence in sequences if (tokens := forced_tokens(sequence, unread))}
         shares = {sequence: share for sequence in sequences if (share := self._share(sequence)) is not None}
@@ -158,13 +166,13 @@ class Speculation:
         return chosen
 
     def _share(self, sequence: Sequence) -> float | None:
-        """Returns the share of a sequence's guesses that were right lately; None if nothing is guessed."""
+        """Returns the share of a sequence's latest guesses that were right; None if nothing can be guessed now."""
         if self.draft is not None:
             return sequence.share if sequence.sampled and is_supported(sequence) else None
         return sequence.lookup.share if sequence.lookup is not None and sequence.lookup.guesses else None
 
     def guess(self, counts: abc.Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """Returns as many guesses of each sequence; those of a draft model are computed now (`DraftModel.guess`)."""
+        """Returns counts[sequence] guesses of each sequence. A draft model computes its guesses now (`DraftModel.guess`)."""
         guessed = {sequence: forced_tokens(sequence)[:k] for sequence, k in counts.items() if sequence.grammar is not None}
         others = {sequence: k for sequence, k in counts.items() if sequence.grammar is None}
         if self.draft is not None:
@@ -172,7 +180,8 @@ class Speculation:
         return guessed | {sequence: sequence.lookup.draft(k) for sequence, k in others.items() if sequence.lookup is not None}
 
     def count(self, sequences: abc.Sequence[Sequence], drafted: abc.Sequence[int], accepted: abc.Sequence[int]) -> None:
-        """Counts a verified step: guesses, and those that were right, of each of its sequences."""
+        """Counts a step that verified guesses. `drafted`, `accepted`: numbers of guesses and of right guesses of each of its
+        sequences."""
         self.steps += 1
         self.sequences += len(drafted)
         self.drafted += sum(drafted)
@@ -187,14 +196,15 @@ class Speculation:
 def _rows(
     shares: dict[Sequence, float], forced: dict[Sequence, int], count: int, depth: int, cost: float
 ) -> tuple[float, dict[Sequence, int]]:
-    """Returns (tokens per cost, guesses of each sequence) of a step of `count` sequences: rows of up to `depth` guesses, and of
-    forced tokens, which are always right, are added by falling probability while they raise the tokens per cost."""
+    """Returns (expected tokens per cost, guesses of each sequence) of a step of `count` sequences that costs `cost` without
+    guesses. Each sequence has up to `depth` guesses, or its forced tokens, which are always right. Guesses are added in order
+    of falling probability, while they raise the tokens per cost."""
     rows = [
         (share**i, -number, sequence)
         for number, (sequence, share, most) in enumerate(
             (*((s, share, depth) for s, share in shares.items()), *((s, 1.0, most) for s, most in forced.items()))
         )
-        if share * cost > count  # else not even its first guess pays
+        if share * cost > count  # otherwise not even the first guess of the sequence pays
         for i in range(1, min(most, sequence.request.limit - len(sequence.sampled) - 1) + 1)
     ]
     rows.sort(key=lambda row: row[:2], reverse=True)
@@ -208,24 +218,24 @@ def _rows(
 
 
 def draft_step_cost(draft_bytes: int, model_bytes: int) -> float:
-    """Returns the cost of a step of a draft model: its share of the weights, but at least a tenth of a step, for its
-    launches."""
+    """Returns the cost of a step of a draft model. It is the cost of a step of the model times the ratio of their weights in
+    bytes. It is at least a tenth of a step, because of the launches."""
     return STEP_COST * min(1.0, max(0.1, draft_bytes / max(model_bytes, 1)))
 
 
 def is_supported(sequence: Sequence) -> bool:
-    """True if tokens of a sequence can be guessed. All rows are sampled at once, but penalties count the tokens of the rows
-    before: such sequences have one row in every step. A grammar's mask depends on them too, so that of its sequences only
-    forced tokens are guessed.
+    """True if tokens of a sequence can be guessed. All rows of a step are sampled at once. But penalties of a row depend on the
+    tokens that the rows before it sample, so a sequence with penalties has one row in every step. A grammar's mask depends on
+    these tokens too, so only forced tokens are guessed for a sequence with a grammar.
     """
     return sequence.grammar is None and not sequence.request.sampling.flags & sampling.PENALIZED
 
 
 def forced_tokens(sequence: Sequence, unread: bool = False) -> tuple[int, ...]:
-    """Returns the next tokens of a sequence that its grammar forces, after its tokens in flight if these are `unread`; empty
-    without a grammar, with penalties, and for a finished sequence."""
+    """Returns the next tokens of a sequence that its grammar forces. With `unread`, skips those that the step in flight
+    samples. Empty without a grammar, with penalties, and for a finished sequence."""
     grammar = sequence.grammar
     if grammar is None or sequence.finish_reason is not None or sequence.request.sampling.flags & sampling.PENALIZED:
         return ()
-    # The step in flight samples the first forced token of the state that the host has read.
+    # `forced` begins after the last token that the host has read, so the step in flight samples the first of these tokens.
     return grammar.forced[sequence.in_flight if unread else 0 :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -27,9 +27,13 @@ AIM = 0.9
 """Share of the limit that steps are to take, since their times vary."""
 
 SPREAD = 4
-"""Prompt tokens that wait are spread over so many steps, so that each of a stream of prompts makes several steps a bit longer
-instead of one five times as long (16.6 ms at the 99th percentile of the time between tokens for a median of 3.0: 32 users of
-Llama-3-8B's shape in int4, prompts of 512 tokens, H200, 2026-11-28)."""
+"""Prompt tokens that wait are spread over so many steps, as far as these fill the tiles of a forward, so that each of a stream
+of prompts makes several steps a bit longer instead of one five times as long (16.6 ms at the 99th percentile of the time
+between tokens for a median of 3.0: 32 users of Llama-3-8B's shape in int4, prompts of 512 tokens, H200, 2026-11-28)."""
+
+EVEN_STEPS = 3
+"""Prompt tokens that take so many steps or fewer are divided equally. Tokens of a sequence then come at equal intervals: a
+prompt of 512 tokens would else lengthen two steps to 8 ms and one to 5."""
 
 FASTEST, SLOWEST = 1.25, 0.5
 """Limits of the factor by which one measurement changes the budget."""
@@ -48,15 +52,20 @@ class StepBudget:
         self.prompt_tokens = 0
         """Number of prompt tokens in these steps."""
 
-    def next(self, waiting: int) -> int:
+    def next(self, waiting: int, filled: Sequence[int] = ()) -> int:
         """Reads the measurements of finished steps, and returns the budget of the next one. waiting: prompt tokens that are
-        still to be computed."""
+        still to be computed. filled: ascending numbers of prompt tokens that fill the tiles of a forward
+        (`MixedRunner.steady_tokens`); none if forwards have any size."""
         while self._running and self._running[0][2].query():
             tokens, begin, end = self._running.popleft()
             self.observe(tokens, begin.elapsed_time(end))
         if self.step_ms is None:
             return self.tokens
-        return min(self.tokens, max(LEAST_TOKENS, -(-waiting // (64 * SPREAD)) * 64))
+        if not filled or self.tokens < filled[0]:
+            return min(self.tokens, max(LEAST_TOKENS, -(-waiting // (64 * SPREAD)) * 64))
+        size = max(tokens for tokens in filled if tokens <= max(filled[0], min(self.tokens, waiting // SPREAD)))
+        steps = -(-waiting // size)
+        return -(-waiting // steps) if 0 < steps <= EVEN_STEPS else size
 
     @property
     def tokens(self) -> int:

@@ -1,6 +1,6 @@
-"""Launches decode steps in which rows are several tokens of a sequence: the last sampled one and guesses of the next ones.
+"""Launches decode steps in which a sequence has several rows: its last sampled token and guesses of the next ones.
 
-On a GPU each size is a CUDA graph, as in decode_runner.py, which ends with the acceptance of the right guesses (ops/accept.py).
+On a GPU there is a CUDA graph for each size, as in decode_runner.py. At its end, right guesses are accepted (ops/accept.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lowbit.ops.sample import sample
 
 
 class VerifyRow(NamedTuple):
-    """A token that a step computes: the slot's last sampled token (`ahead` 0), or the guess number `ahead` of the tokens after
-    it. Rows of a slot stand side by side."""
+    """A token that a step computes: the slot's last sampled token if `ahead` is 0, else guess number `ahead` of the tokens
+    after it. The rows of a slot are adjacent."""
 
     slot: int
     token: int
@@ -33,7 +33,7 @@ class VerifyRow(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyStep(DecodeStep):
-    """A step whose `rows` int32 [4, ..] are the fields of its rows; `settings`: their sampling settings."""
+    """A step whose `rows` int32 [4, B] has the four fields of each `VerifyRow`. `settings`: the rows' sampling settings."""
 
     settings: Tensor | None = None
 
@@ -56,14 +56,14 @@ class VerifyRunner(DecodeRunner):
     def run(self, rows: Tensor, filters: bool | None, reach: int) -> VerifyStep:
         """Runs the step of `rows` int32 [4, B] without a graph."""
         slot, token, position, ahead = rows
-        # First of all, since no kernel that may still run when sampling starts may write them.
+        # The settings are written before all other kernels, so that they are certainly complete when sampling starts.
         settings = self.slots.sampling.of_rows(slot, ahead)
         logits = self.program.verify(slot, token, position, self.slots, reach)
         step = VerifyStep(rows, slot[:0], logits[:0, 0], logits, settings=settings)
         return step if filters is None else self.sample(step, filters)
 
     def sample(self, step: DecodeStep, filters: bool) -> VerifyStep:
-        """Samples a token after each row, and advances the slots by those that continue their sequences."""
+        """Samples a token after each row, and advances each slot by the tokens that are accepted."""
         assert isinstance(step, VerifyStep)
         slots, (slot, token, position, ahead), logits = self.slots, step.rows, step.logits
         tokens = torch.empty(len(slot), dtype=torch.int32, device=logits.device)

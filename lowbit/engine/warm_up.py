@@ -1,4 +1,4 @@
-"""Finds the kernels that an engine will launch, by a dry run of its steps and prompts that records launches."""
+"""Finds the kernels that an engine will launch. A dry run of its steps and prompts records the launches."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def longest_of(scheduled: SchedulerOutput) -> int:
-    """Returns an upper bound of the contexts of a decode step, guesses included."""
-    return max(sequence.computed_tokens + scheduled.drafts.get(sequence, 0) for sequence in scheduled.decoding)
+    """Returns an upper bound of the context lengths of a decode step, guesses included."""
+    return max([sequence.computed_tokens + scheduled.drafts.get(sequence, 0) for sequence in scheduled.decoding])
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Progress of a warm-up: the next item, and `done` of `total` items of its kind."""
+    """Progress of a warm-up. what: the next item. done, total: finished items of its kind, and all of them."""
 
     what: str
     done: int
@@ -36,15 +36,15 @@ class Stage:
 
 Part = tuple[str, int, bool | None, int]
 """A part of a step, (kind, count, filters, reach). "step": a decode step of `count` rows for contexts of up to `reach` tokens.
-"verify": the same with guesses. "mixed": `count` prompt tokens beside `reach` decoding sequences. "prompt": `count` prompt
-tokens. "sample": sampling of `count` rows after prompts. filters: some request samples.
+"verify": the same with guesses. "mixed": `count` prompt tokens and `reach` decoding sequences. "prompt": `count` prompt
+tokens. "sample": sampling of `count` rows after prompts. filters: some request samples or has a grammar.
 """
 
 
 class WarmUpRun:
-    """Records the kernels of each part of a step by running the part once without launching them.
+    """Records the kernels of each part of a step. It runs the part once without launching them.
 
-    For `concurrent` requests of up to `longest` tokens. All rows use the dummy slot.
+    The engine has up to `concurrent` requests of up to `longest` tokens. All rows of a run use the dummy slot.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class WarmUpRun:
         from lowbit.kernels.parts.launch import recording
 
         self.count += 1
-        self._known.update(parts)  # even if one fails, so that it is not tried again
+        self._known.update(parts)  # before they run, so that a part that fails is not tried again
         with torch.cuda.device(self.program.device), recording() as wanted:
             for part in parts:
                 self._run(*part)

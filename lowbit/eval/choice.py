@@ -1,4 +1,4 @@
-"""Multiple choice: the answer with the highest log-likelihood, without generation."""
+"""Multiple choice. The model's answer is the choice with the highest log-likelihood; nothing is generated."""
 
 from __future__ import annotations
 
@@ -84,10 +84,11 @@ def choose(
 ) -> Choice:
     """Returns the accuracy of the model on `questions`.
 
-    A space separates prompt and choice unless one of them has white space there. Scored are the tokens in which prompt plus
-    choice differ from the prompt alone; this includes the last token of the prompt if the tokenizer merges it with the choice.
-    The model's answer is the choice with the largest sum of log-probabilities, or, normalized, the largest sum per UTF-8 byte;
-    the first of equals. Log-probabilities are float32, their sums float64.
+    A space separates prompt and choice unless one of them has white space there. The scored tokens are those of prompt plus
+    choice from the first one on that differs from the prompt alone. If the tokenizer merges the end of the prompt with the
+    choice, the merged token is scored too. The model's answer is the choice with the largest sum of log-probabilities. For
+    `accuracy_per_byte` it is the choice with the largest sum per UTF-8 byte. The first of equal choices counts.
+    Log-probabilities are float32, their sums float64.
 
     Raises ValueError without questions, and for a question that exceeds the model's context.
     """

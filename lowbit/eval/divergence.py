@@ -12,13 +12,13 @@ from lowbit.eval.figure import Figure, mean_of_windows
 from lowbit.eval.windows import evaluating, one_text, plan_windows
 from lowbit.progress import Progress
 
-# Logits turned to float64 at once: 32 MB for each of the half dozen temporaries.
+# Number of logits that are converted to float64 at a time. Each of about six temporary tensors then takes 32 MB.
 _LOGITS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL divergence in nats per token, over `tokens` predicted tokens in `windows`; see `divergence`.
+    """KL divergence in nats per token, over `tokens` predicted tokens in `windows` windows; see `divergence`.
 
     top1: share of tokens for which both models have the same most likely token. nll_difference: mean difference of the
     negative log-likelihoods, model minus reference, in nats. It is the logarithm of the ratio of the perplexities, but its
@@ -98,15 +98,15 @@ def divergence(
 def compare(reference: Tensor, model: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compares logits [T, V] of two models, given the true next tokens [T]; results are on the CPU.
 
-    Returns KL(reference || model), float64 [T]; whether both have the same most likely token, bool [T]; and the difference of
-    the negative log-likelihoods, float64 [T].
+    Returns three tensors: KL(reference || model), float64 [T]; True where both have the same most likely token, bool [T]; and
+    the negative log-likelihood of the model minus that of the reference, float64 [T].
     """
     rows = max(1, _LOGITS_AT_ONCE // reference.shape[-1])
     kl, same, difference = [], [], []
     for p_logits, q_logits, target in zip(reference.split(rows), model.split(rows), targets.split(rows), strict=True):
         log_p, log_q = p_logits.double().log_softmax(-1), q_logits.double().log_softmax(-1)
         p = log_p.exp()
-        # Rounding can make it slightly negative (1e-16).
+        # Rounding can make the sum slightly negative (1e-16).
         kl.append(torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1).clamp(min=0).cpu())
         same.append((p_logits.argmax(-1) == q_logits.argmax(-1)).cpu())
         difference.append((log_p - log_q).gather(-1, target[:, None])[:, 0].cpu())
@@ -127,5 +127,5 @@ def _quantile(values: Tensor, rank: float) -> float:
     ordered = values.sort().values
     low = int(rank * (len(ordered) - 1))
     below, above = float(ordered[low]), float(ordered[min(low + 1, len(ordered) - 1)])
-    # Equal values may be infinite, and infinity minus infinity is NaN.
+    # Equal values are returned as they are: they may be infinite, and infinity minus infinity is NaN.
     return below if below == above else below + (rank * (len(ordered) - 1) - low) * (above - below)

@@ -10,7 +10,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Figure:
-    """`value` of `metric` over `count` tokens, problems or documents (`unit`); `standard_error` is None where undefined."""
+    """The `value` of a `metric`, measured over `count` items of a `unit` such as tokens, problems or documents.
+    `standard_error` is None if it is undefined."""
 
     metric: str
     value: float

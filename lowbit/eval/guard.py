@@ -1,12 +1,12 @@
-"""Runs one generated program inside limits; the child process of `lowbit.eval.sandbox`, never imported by anything else.
+"""Runs one generated program inside limits. `lowbit.eval.sandbox` starts this file as a process; nothing imports it.
 
 It imports the standard library only and reads a JSON request on standard input. `sandbox.py` starts it inside an isolation. The
 guard completes the isolation: it mounts the program's folder, of bounded size, and drops all capabilities. Then it sets
 resource limits and a seccomp filter, so that the program can start no process, open no socket and enter no other namespace.
 
-A Python program is executed here. Only a program that ran to its end is reported as passed, with a random token that is not
-written by accident. The token is no secret: program and guard share one interpreter, so a program that searches this module's
-memory can find it and report anything.
+A Python program is executed here. Only a program that ran to its end is reported as passed. A report has a random token, so
+that a program does not write one by accident. The token is not a secret: program and guard share one interpreter, so a program
+that searches this module's memory can find it and report anything.
 
 For a JavaScript program this process becomes Node.js (`request["node"]`), which runs `guard.js` under the same limits.
 """
@@ -45,9 +45,9 @@ _REFUSED = {
         **{"shmget": 194, "msgget": 186, "semget": 190},
     },
 }
-"""System calls refused in addition to clone. `socket`: vsock is not confined by a network namespace. io_uring: opens sockets
-that the filter does not see. `unshare` and `setns`: a new user namespace could mount memory without a bound. System V shared
-memory, queues and semaphores: no resource limit counts them.
+"""System calls that are refused in addition to clone, and why. `socket`: a network namespace does not confine vsock. io_uring:
+it opens sockets that the filter does not see. `unshare` and `setns`: a new user namespace could mount memory without a limit.
+System V shared memory, queues and semaphores: no resource limit counts them.
 """
 _X32 = 0x40000000  # x86_64's x32 interface, whose system calls have other numbers
 
@@ -60,7 +60,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Executes the program of the request; see the module."""
+    """Executes the program of the request, as the module's docstring describes."""
     request = json.load(sys.stdin)
     channel, token = request["channel"], request["token"]
     if request["isolated"]:
@@ -98,19 +98,20 @@ def main() -> None:
 
 
 def _named(kind: type[BaseException], error: BaseException) -> str:
-    """Returns the exception's type, or its built-in base type, with the errno of an OSError, but never its text."""
+    """Returns the name of the exception's type, or of its built-in base type; for an OSError with the errno. The exception's
+    text is never included."""
     name = next(base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
     code = errno.errorcode.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{name} {code}" if code else name
 
 
 def _finish_isolation(request: dict[str, Any]) -> None:
-    """Makes /dev/null read-only (its metadata; writes to it still work), mounts the program's folder and drops all
+    """Makes the metadata of /dev/null read-only (writing to it still works), mounts the program's folder, and drops all
     capabilities.
     """
     attributes = struct.pack("=QQQQ", _ATTR_RDONLY, 0, 0, 0)
     _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, os.devnull.encode(), 0, attributes, len(attributes))
-    options = f"size={request['disk_bytes']},nr_inodes={request['entries'] + 1},mode=700"  # one for the folder itself
+    options = f"size={request['disk_bytes']},nr_inodes={request['entries'] + 1},mode=700"  # the folder itself is one entry
     _call("mount", b"tmpfs", request["folder"].encode(), b"tmpfs", _NOSUID | _NODEV, options.encode())
     _call("capset", struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24))
 
@@ -145,7 +146,7 @@ def _limit(request: dict[str, Any], memory: int) -> None:
 
 
 def _filter() -> None:
-    """Installs the seccomp filter: processes and the calls of `_REFUSED` fail with EPERM, threads are allowed."""
+    """Installs the seccomp filter. Starting a process and the calls of `_REFUSED` fail with EPERM; threads are allowed."""
     machine = os.uname().machine
     refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     steps = [
@@ -166,7 +167,7 @@ def _filter() -> None:
 
 
 def _call(function: str, *arguments: object) -> None:
-    """Raises OSError with the function's name when the C function fails."""
+    """Calls a C function. Raises OSError with the function's name if it fails."""
     converted = (ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
     if getattr(_libc, function)(*converted) < 0:
         error = ctypes.get_errno()

@@ -1,9 +1,9 @@
-"""Keys and values in few bits under Transformers' own forward, to measure what they cost in quality.
+"""Keys and values in few bits under Transformers' own forward, to measure how much quality they cost.
 
 The model's attention function is replaced by one that quantizes and dequantizes k (after RoPE) and v, row by row, before the
-model's own attention. These are the values that the pages of an engine hold, and the engine's prompts and steps read every
-token as stored. Nothing else of the model changes: the same weights, products and masks, on any device, for families without a
-decode program too. An engine would also quantize the LM head and sum in another order.
+model's own attention. The engine computes with the same values, since it reads the keys and values of every token as they are
+stored in its pages. Weights, products and masks of the model do not change. This works on any device, and for families without
+a decode program. The engine differs in two other ways: it quantizes the LM head, and adds in another order.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lowbit.formats.kv import KVFormat, KVScheme, dequantize_rows, quantize_rows
 
 @contextlib.contextmanager
 def stored_kv(model: PreTrainedModel, scheme: KVScheme) -> Iterator[None]:
-    """While the block runs, attention of `model` reads keys and values as pages of `scheme` hold them.
+    """Inside the block, attention of `model` reads keys and values as they would be stored in pages of `scheme`.
 
-    Calls may use a cache: Transformers' holds 16 bits, and each call quantizes its rows to the same codes again. With 16 bits
-    nothing changes. As in an engine, rows of q and k that have biases are scaled, and stay so (`engine.balance`): the model
-    computes the same. Raises ValueError for an encoder-decoder, which no engine computes, and for a model whose attention is
-    not called through Transformers' `AttentionInterface`.
+    Calls may use a cache. Transformers' cache holds 16 bits, and each call quantizes its rows to the same codes again. A
+    `scheme` of 16 bits changes nothing. As in an engine, rows of q and k are scaled if k has a bias (`engine.balance`). They
+    stay scaled after the block, but the model computes the same. Raises ValueError for an encoder-decoder, which no engine
+    computes, and for a model whose attention is not called through Transformers' `AttentionInterface`.
     """
     if not scheme.quantized:
         yield
@@ -60,15 +60,15 @@ def stored_kv(model: PreTrainedModel, scheme: KVScheme) -> Iterator[None]:
 
 
 def stored(x: Tensor, fmt: KVFormat) -> Tensor:
-    """Returns the rows x [.., head_dim] as pages of `fmt` hold them, in the dtype of x."""
+    """Returns the rows x [.., head_dim] after quantizing them to `fmt` and dequantizing them, in the dtype of x."""
     return dequantize_rows(*quantize_rows(x, fmt), fmt, x.dtype)
 
 
 def _attention(before: str, scheme: KVScheme) -> Callable[..., Any]:
-    """Returns the attention function `before` over stored keys and values."""
+    """Returns an attention function that calls the attention function `before` with quantized keys and values."""
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
-        # "eager" is a function of each model's file.
+        # The function for "eager" is in the file of the model's class.
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         inner = ALL_ATTENTION_FUNCTIONS.get_interface(before, eager)
         return inner(module, query, stored(key, scheme.k), stored(value, scheme.v), *rest, **options)

@@ -1,12 +1,12 @@
-"""Starts a command in its own namespaces if bubblewrap is missing; run by `lowbit.eval.sandbox`, never imported.
+"""Starts a command in its own namespaces if bubblewrap is missing. `lowbit.eval.sandbox` runs this file; nothing imports it.
 
 It imports the standard library only and creates the namespaces by system calls: user, mount, process, network, IPC and host
 name. The command sees its own read-only root folder with only the given paths. It is process 1 of its namespace and has that
 namespace's root capabilities, which `guard.py` drops. It is killed when the process that started this one ends. Needs Linux
 5.12 (mount_setattr) and the right to make user namespaces.
 
-Arguments: JSON with "parent" (process id of the starter), "mounts" (pairs of a path without symbolic links and the path at
-which the command sees it) and "folder" (an empty folder to make), then the command.
+Arguments: JSON, then the command. The JSON has "parent" (process id of the starter), "mounts" (pairs of a path without symbolic
+links and the path at which the command sees it) and "folder" (an empty folder to create).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Enters the namespaces, builds the root folder and runs the command; exits with its status, or 128 + n for signal n."""
+    """Enters the namespaces, builds the root folder and runs the command. Exits with the command's status, or with 128 + n if
+    signal n ended it."""
     request, command = json.loads(sys.argv[1]), sys.argv[2:]
     _die_with_parent()
     if os.getppid() != request["parent"]:
@@ -55,7 +56,7 @@ def main() -> None:
     os.close(writing)
     _die_with_parent()
     os.set_blocking(reading, False)
-    try:  # the pipe has ended if the parent died before this process was set to die with it
+    try:  # reads the end of the pipe if the parent died before this process was set to die with it
         os.read(reading, 1)
         sys.exit(1)
     except BlockingIOError:
@@ -91,7 +92,7 @@ def _build_root(mounts: list[tuple[str, str]], folder: str) -> None:
 
 
 def _call(function: str, *arguments: object) -> None:
-    """Raises OSError with the function's name when the C function fails."""
+    """Calls a C function. Raises OSError with the function's name if it fails."""
     converted = (ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
     if getattr(_libc, function)(*converted) < 0:
         error = ctypes.get_errno()

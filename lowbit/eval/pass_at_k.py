@@ -15,8 +15,8 @@ from lowbit.pipeline import Pipeline
 from lowbit.progress import Progress
 
 STOP = {PYTHON: ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint"), JAVASCRIPT: ("\n}",)}
-"""Stop strings by language: the next statement without indentation (Chen et al. 2021, section 3.1). In JavaScript that is the
-function's closing brace, which `_END` appends again."""
+"""Stop strings by language. A completion ends at the next statement without indentation (Chen et al. 2021, section 3.1). In
+JavaScript that is the function's closing brace, which `_END` appends again."""
 _END = {PYTHON: "", JAVASCRIPT: "\n}"}
 MAX_NEW_TOKENS = 512
 _AT_ONCE = 16  # samples of one problem that are generated together
@@ -50,9 +50,10 @@ class Solved:
 
 @dataclass(frozen=True)
 class PassAtK:
-    """pass@k by k, its standard error over problems (deviation / sqrt(problems); None for one problem), and each problem.
+    """pass@k by k, its standard errors by k, and the result of each problem.
 
-    The error estimates the change with another sample of problems; it includes the noise of token sampling.
+    The standard error is deviation / sqrt(problems), None for one problem. It estimates how much the value would change with
+    another sample of problems; it includes the noise of token sampling.
     """
 
     values: dict[int, float]
@@ -70,9 +71,10 @@ class PassAtK:
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Returns the unbiased estimate of pass@k from `samples` completions of a problem, of which `passed` are correct.
 
-    It is 1 - C(samples - passed, k) / C(samples, k), the share of subsets of k samples with a correct one, computed without
-    overflow as 1 - prod(1 - k / i for i in samples - passed + 1 .. samples) (Chen et al., Evaluating Large Language Models
-    Trained on Code, 2021, equation 1). Raises ValueError unless 0 <= passed <= samples and 1 <= k <= samples.
+    The estimate is 1 - C(samples - passed, k) / C(samples, k), the share of all subsets of k samples that have a correct one.
+    It is computed without overflow as 1 - prod(1 - k / i for i in samples - passed + 1 .. samples) (Chen et al., Evaluating
+    Large Language Models Trained on Code, 2021, equation 1). Raises ValueError unless 0 <= passed <= samples and 1 <= k <=
+    samples.
     """
     if not 0 <= passed <= samples or not 1 <= k <= samples:
         raise ValueError(f"0 <= passed <= samples and 1 <= k <= samples, got samples {samples}, passed {passed}, k {k}")
@@ -82,8 +84,8 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def read_problems(path: Path, limit: int | None = None) -> list[Problem]:
-    """Returns the problems of a file in HumanEval's format: task_id, prompt, entry_point, test, and optionally language
-    (default Python), the same in all records. Raises ValueError for an invalid record."""
+    """Returns the problems of a file in HumanEval's format. A record has task_id, prompt, entry_point, test, and optionally
+    language (default Python), which must be the same in all records. Raises ValueError for an invalid record."""
     problems: list[Problem] = []
     for number, record in enumerate(read_records(path, limit), 1):
         name, prompt, entry, test = (

@@ -13,16 +13,17 @@ from lowbit.eval.figure import Figure, mean_of_windows
 from lowbit.eval.windows import evaluating, one_text, plan_windows
 from lowbit.progress import Progress
 
-# Logits turned to float32 at once: 1024 tokens of a vocabulary of 50,000 are 200 MB, of 250,000 tokens 1 GB.
+# Number of logits that are converted to float32 at a time. All logits of 1024 tokens would take 200 MB for a vocabulary of
+# 50,000, and 1 GB for one of 250,000.
 _LOGITS_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """perplexity = exp(nll); nll: mean negative log-likelihood in nats over `tokens` predicted tokens in `windows`.
+    """perplexity is exp(nll). nll: mean negative log-likelihood in nats over `tokens` predicted tokens in `windows` windows.
 
-    standard_error is that of the perplexity, by the delta method: perplexity times the one of nll, see
-    `lowbit.eval.figure.mean_of_windows`; None for a single window.
+    standard_error is that of the perplexity. By the delta method it is the perplexity times the standard error of nll
+    (`lowbit.eval.figure.mean_of_windows`). It is None for a single window.
     """
 
     perplexity: float

@@ -8,14 +8,15 @@ from typing import Any
 from lowbit.eval.results import SUITE, write_plots
 from lowbit.picture import Theme, label_points, new_figure, plain
 
-_LEFT_OUT = ("KL median", "KL 99 %")  # in the table; the plot shows the mean
+_LEFT_OUT = ("KL median", "KL 99 %")  # only the table has these; the plot shows the mean
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Writes a plot with a row of two panels per task and metric, in a light and a dark theme; the suffix is the format.
+    """Writes a plot with a row of two panels per task and metric, in a light and a dark theme. The suffix of `path` determines
+    the file format.
 
-    Points are models, bars one standard error, the grey line the reference. Models of unknown size are omitted. Raises
-    ValueError if there is nothing to plot or matplotlib is not installed.
+    Points are models, bars are one standard error, and the grey line is the reference. Models of unknown size are omitted.
+    Raises ValueError if there is nothing to plot or matplotlib is not installed.
     """
     models = [m for m in document["models"] if m["size"] and m["size"]["bits_per_weight"] is not None]
     shown = [(f["task"], f["metric"], f["better"]) for m in models for f in m["figures"] if f["metric"] not in _LEFT_OUT]
@@ -58,7 +59,7 @@ def _panel(
         if model["reference"]:
             axis.axhline(value, color=theme.rival, linewidth=0.8, zorder=0)
         points.append((x, value, model["label"]))
-    if panel[2] == "higher":  # shares: from 0, and up to 1 if all are 0
+    if panel[2] == "higher":  # such metrics are shares; the axis begins at 0, and ends at 1 if all values are 0
         axis.set_ylim(0, None if any(value for _, value, _ in points) else 1)
     axis.margins(x=0.35, y=0.2)
     return points

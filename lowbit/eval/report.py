@@ -14,7 +14,8 @@ from lowbit.eval.results import SUITE
 
 
 def rows(document: dict[str, Any], task: str) -> tuple[list[str], list[list[str]]]:
-    """Returns header and cells of a task's table: a row per model, a column per metric, figures with standard errors."""
+    """Returns the header and the cells of a task's table. It has a row per model and a column per metric, with standard
+    errors."""
     metrics = list(dict.fromkeys(f["metric"] for m in document["models"] for f in m["figures"] if f["task"] == task))
     lines = []
     for model in document["models"]:
@@ -36,7 +37,8 @@ def _size_cells(model: dict[str, Any]) -> list[str]:
 
 
 def number(value: float | str, error: float | None) -> str:
-    """Returns a figure and its standard error as text, such as 21.35 ± 0.42: two digits of the error, equal decimals."""
+    """Returns a figure and its standard error as text, such as 21.35 ± 0.42. The error has two significant digits, and both
+    have equally many decimals."""
     value = float(value)
     if error is None or not math.isfinite(error) or not error:
         return f"{value:.4g}"
@@ -45,7 +47,7 @@ def number(value: float | str, error: float | None) -> str:
 
 
 def tables(document: dict[str, Any]) -> list[Table]:
-    """Returns the tables for a narrow terminal: a row per metric, a column per model, no number truncated."""
+    """Returns the tables for a narrow terminal. They have a row per metric and a column per model; no number is truncated."""
     out = []
     for task in document["request"]["tasks"]:
         head, lines = rows(document, task["task"])
@@ -67,7 +69,7 @@ def skipped(document: dict[str, Any]) -> list[str]:
 
 
 def write_page(document: dict[str, Any], path: Path, plots: list[str]) -> None:
-    """Writes the report; `plots` are names of image files beside it."""
+    """Writes the report. `plots`: names of image files in the same folder."""
     text = markdown(document, plots)
     write_result(path, SUITE, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
@@ -79,7 +81,7 @@ def replace_block(path: Path, name: str, text: str) -> None:
     """
     opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
     read_page(path)
-    old = path.read_bytes().decode("utf-8")  # with its line ends
+    old = path.read_bytes().decode("utf-8")  # keeps line endings
     if old.count(opening) != 1 or old.count(closing) != 1 or old.index(opening) > old.index(closing):
         raise ValueError(f"{path}: the table goes between {opening} and {closing}, once each and in this order")
     before, rest = old.split(opening)

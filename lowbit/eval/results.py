@@ -39,7 +39,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str | None]:
-    """Returns the versions of lowbit, Python, torch, CUDA, Triton and `packages`; None if not installed."""
+    """Returns the versions of lowbit, Python, torch, CUDA, Triton and `packages`; None for those that are not installed."""
     installed: dict[str, str | None] = {
         "lowbit": __version__, "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
     }  # fmt: skip
@@ -52,8 +52,8 @@ def versions(packages: Sequence[str]) -> dict[str, str | None]:
 
 
 class Results:
-    """The document of one run and its file `path` in `folder`: results.json, or results-unfinished.json until the run is
-    complete, if results.json holds an earlier complete run."""
+    """The document of one run, and its file `path` in `folder`. The file is results.json. If results.json holds an earlier
+    complete run, it is results-unfinished.json until this run is complete."""
 
     def __init__(self, folder: Path, request: dict[str, Any]) -> None:
         self.path = folder / (UNFINISHED if _is_complete(folder / RESULTS) else RESULTS)
@@ -98,7 +98,7 @@ class Results:
 
 
 def _is_complete(path: Path) -> bool:
-    """Returns whether `path` holds the results of a complete run."""
+    """Returns True if `path` holds the results of a complete run."""
     try:
         return bool(read_json(path, SUITE, SCHEMA).get("complete"))
     except ValueError:
@@ -146,7 +146,8 @@ def require_keys(path: Path, document: dict[str, Any], keys: Iterable[str], row_
 
 
 def check_plot(path: Path, result: str) -> Path:
-    """Returns `path` if the command `result` may write a plot there and its dark variant beside it; else raises ValueError."""
+    """Returns `path` if the command `result` may write a plot there, and its dark variant in the same folder. Otherwise raises
+    ValueError."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"{path}: a plot must be a .png, .svg or .pdf file")
     for target, _ in _plots(path):

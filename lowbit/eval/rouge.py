@@ -55,7 +55,8 @@ def scorer() -> Any:
 
 
 def rouge(predictions: Sequence[str], references: Sequence[str], cut: int = 0) -> Rouge:
-    """Returns the mean F1 of predictions and references, one each. Raises ValueError for none or unequal numbers."""
+    """Returns the mean F1 of predictions, each compared with its reference. Raises ValueError if there are no predictions, or
+    not as many references."""
     if not predictions or len(predictions) != len(references):
         raise ValueError(f"as many predictions as references, and at least one; got {len(predictions)} and {len(references)}")
     rouge_scorer = scorer()
@@ -99,7 +100,8 @@ def summarize(
 
 
 def _question(pipe: Pipeline, max_new_tokens: int) -> tuple[str, int | None]:
-    """Returns the prompt template with {document} and its largest number of tokens (None: unlimited)."""
+    """Returns the prompt template, which contains {document}, and the maximum number of tokens of a prompt (None:
+    unlimited)."""
     config = pipe.model.config
     context: int | None = getattr(config, "max_position_embeddings", None)
     if not pipe.is_encoder_decoder:
@@ -109,7 +111,7 @@ def _question(pipe: Pipeline, max_new_tokens: int) -> tuple[str, int | None]:
 
 
 def _truncated(pipe: Pipeline, question: str, document: str, limit: int | None) -> tuple[str, bool]:
-    """Returns a prompt of at most `limit` tokens, and whether the document was truncated for it."""
+    """Returns a prompt of at most `limit` tokens, and True if the document was truncated for it."""
     text = document
     while True:
         prompt = question.replace("{document}", text)

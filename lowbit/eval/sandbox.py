@@ -46,8 +46,9 @@ _OUTPUT_BYTES = 4096
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one program: wall time in seconds, address space, file size, open files, and (with an isolation) total size and
-    number of its files and folders. CPU time is limited to 1 to 2 s more than wall time."""
+    """Limits of one program. seconds: wall time. memory_bytes: address space, or data of Node.js. file_bytes: size of a file.
+    open_files: files open at once. disk_bytes, entries: total size and number of its files and folders, with an isolation. CPU
+    time is limited to 1 to 2 s more than wall time."""
 
     seconds: float = 10.0
     memory_bytes: int = 1 << 30
@@ -63,8 +64,8 @@ _PROBE = Limits(seconds=60.0)
 
 @dataclass(frozen=True)
 class Outcome:
-    """`passed`: the program completed; else `reason` says why not, in at most 80 printable ASCII characters. It contains an
-    exception's type, never its text."""
+    """`passed`: True if the program completed. Otherwise `reason` says why it did not, in at most 80 printable ASCII
+    characters. It contains an exception's type, never its text."""
 
     passed: bool
     reason: str
@@ -73,7 +74,7 @@ class Outcome:
 def choose_isolation(unsafe: bool = False) -> str:
     """Returns the first of `ISOLATIONS` in which an empty program runs on this machine.
 
-    If none works, returns `UNSAFE` if `unsafe`, else raises ValueError with the reason of each.
+    If none works, returns `UNSAFE` if `unsafe` is True; otherwise raises ValueError with the reason of each.
     """
     _require_linux()
     refusals = {name: _refusal(name) for name in ISOLATIONS}
@@ -92,9 +93,10 @@ def choose_isolation(unsafe: bool = False) -> str:
 def run_untrusted(program: str, limits: Limits = STANDARD, language: str = PYTHON, isolation: str | None = None) -> Outcome:
     """Runs a program in "python" or "javascript" in an isolated process; returns whether it completed without an exception.
 
-    The process has an empty working directory, no parent variables and no input; its output is discarded. It can read the
-    interpreter's files only, and write to its folder only. `sys.exit`, a signal and an exceeded limit count as failures; so
-    does, in JavaScript, a `require` of modules that `guard.js` does not allow. `isolation` None means `choose_isolation()`.
+    The process has an empty working directory, no environment variables of its parent and no input; its output is discarded. It
+    can only read the interpreter's files and only write to its folder. `sys.exit`, a signal and an exceeded limit count as
+    failures. In JavaScript a `require` of a module that `guard.js` does not allow is a failure too. `isolation` None means
+    `choose_isolation()`.
 
     Raises ValueError on systems other than Linux on x86-64 or ARM64, for JavaScript without Node.js (`find_node`), and where
     `choose_isolation` does; OSError if the process cannot be started.
@@ -136,7 +138,7 @@ def find_node() -> str:
 
 @functools.cache
 def _node(path: str) -> str:
-    """Returns the executable of Node.js; the command at `path` may be a script that starts it."""
+    """Returns the path of Node.js's own executable. The command at `path` may be a script that starts it."""
     done = subprocess.run(
         [path, "-p", "process.versions.node + ' ' + process.execPath"], capture_output=True, text=True, check=False
     )
@@ -155,7 +157,7 @@ def _require_linux() -> None:
 
 @functools.cache
 def _refusal(isolation: str) -> str:
-    """Returns why an isolation does not work on this machine; "" if it does."""
+    """Returns the reason why an isolation does not work on this machine; "" if it works."""
     if isolation == BUBBLEWRAP and shutil.which("bwrap") is None:
         return "bwrap is not on the PATH"
     try:
@@ -172,7 +174,7 @@ def _version() -> str:
 
 
 def _run(program: str, limits: Limits, node: str | None, isolation: str) -> Outcome:
-    """Runs a program, in JavaScript with `node`. Raises OSError if the isolation cannot be set up."""
+    """Runs a program, which is in JavaScript if `node` is given. Raises OSError if the isolation cannot be set up."""
     token = secrets.token_hex(16)
     reading, writing = os.pipe()
     try:
@@ -243,7 +245,8 @@ def _mounts(files: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def _execute(command: list[str], request: str, channel: int, seconds: float) -> tuple[int | None, bytes]:
-    """Runs a command; returns its return code (negative: a signal, None: timeout) and the end of its output."""
+    """Runs a command. Returns its return code and the end of its output. The code is negative for a signal, None for a
+    timeout."""
     end = time.monotonic() + seconds
     with open(os.memfd_create("request"), "wb+") as given:
         given.write(request.encode())
@@ -255,7 +258,7 @@ def _execute(command: list[str], request: str, channel: int, seconds: float) -> 
     assert process.stdout is not None
     output = b""
     try:
-        with process.stdout:  # reaches its end when the guard and its launcher have closed it
+        with process.stdout:  # the output ends when the guard and its launcher have closed it
             while (left := end - time.monotonic()) > 0:
                 if not select.select([process.stdout], [], [], left)[0]:
                     break
@@ -279,9 +282,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """Yields an empty folder for a program without an isolation, inside a locked folder that is removed at the end.
+    """Yields an empty folder for a program without an isolation. It is inside a locked folder, which is removed at the end.
 
-    Folders of killed runs are removed first.
+    Folders that killed runs have left behind are removed first.
     """
     _sweep()
     while True:
@@ -316,7 +319,7 @@ def _sweep() -> None:
 
 
 def _remove(outer: str) -> None:
-    """Removes nested folders of any depth; inner folders are moved up first, so that no path is too long."""
+    """Removes nested folders of any depth. Inner folders are moved up first, so that no path becomes too long."""
     moved = 0
     while folders := os.listdir(outer):
         for folder in (os.path.join(outer, name) for name in folders):
@@ -335,7 +338,7 @@ def _remove(outer: str) -> None:
 def _reports(sent: bytes, token: str) -> list[tuple[str, str]]:
     """Returns the pairs (outcome, reason) that the guard sent, which begin with the token.
 
-    A program could forge one only by searching the guard's memory for the token.
+    A program could forge a report only by searching the guard's memory for the token.
     """
     lines = (line.decode(errors="replace").split("\t", 2) for line in sent.splitlines())
     return [(fields[1], fields[2]) for fields in lines if len(fields) == 3 and fields[0] == token]

@@ -16,11 +16,11 @@ from lowbit.nn.packed import PackedWeight
 
 @dataclass(frozen=True)
 class Size:
-    """`bytes` of all tensors of a checkpoint; bits per weight over its `linear_weights`, scales and zeros included. The weights
-    of experts count among them.
+    """The size of a checkpoint. bytes: of all tensors, embeddings and LM head included. linear_weights: number of weights of
+    linear layers and experts, without embeddings and LM head. bits_per_weight: mean over these weights, with scales and zeros.
 
-    `bytes` includes embeddings and LM head, `linear_weights` does not. For another tool's files, bits per weight are those of
-    the layers that lowbit loads from them, None if Transformers loads them.
+    For another tool's files, bits per weight are those of the layers that lowbit loads from them; None if Transformers loads
+    them.
     """
 
     bytes: int

@@ -1,4 +1,5 @@
-"""Measures several models on several tasks into one result file; all models get the same tokens, questions and problems."""
+"""Measures several models on several tasks, and writes one result file. All models get the same texts, questions and
+problems."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ _FIELDS = {
 
 
 class Measured(Protocol):
-    """The result of a measurement: a dataclass with figures."""
+    """The result of a measurement. It is a dataclass with the method `figures`."""
 
     def figures(self) -> list[Figure]:
         """Returns the figures for tables and plots."""
@@ -48,8 +49,8 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a suite. `limit`: largest number of records per file; `unsafe`: generated code runs even if it cannot be
-    isolated; `kv`: how the models, not the reference, store keys and values (`formats.kv`)."""
+    """Settings of a suite. `limit`: maximum number of records per file. `unsafe`: True runs generated code even if it cannot be
+    isolated. `kv`: how the models store keys and values (`formats.kv`); the reference keeps 16 bits."""
 
     window: int = 1024
     stride: int | None = None
@@ -66,7 +67,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """One checked data file: its kind ("text", "choice", "summary" or "code"), content and origin."""
+    """A data file that was read and checked: its kind ("text", "choice", "summary" or "code"), content and origin."""
 
     name: str
     kind: str
@@ -81,10 +82,11 @@ class Task:
 
 
 def read_tasks(suite: Path | None, text: Path | None, settings: Settings) -> list[Task]:
-    """Returns the tasks of a folder: *.txt for perplexity, *.jsonl and *.jsonl.gz by the fields of their records.
+    """Returns the tasks of a folder. *.txt files are for perplexity; the kind of *.jsonl and *.jsonl.gz files is recognised by
+    the fields of their records.
 
-    The built-in text is added if there is neither `text` nor a .txt file. Raises ValueError for an unknown kind of file, for
-    `ks` beyond the samples, and for summaries if rouge-score is not installed, before any model is loaded.
+    The built-in text is added if there is neither `text` nor a .txt file. Raises ValueError for an unknown kind of file, for a
+    k in `settings.ks` that is larger than the number of samples, and for summaries if rouge-score is not installed.
     """
     if suite is not None and not suite.is_dir():
         words = " or ".join(WORDS)
@@ -154,11 +156,11 @@ def run_suite(
     progress: bool = False,
     device: str | None = None,
 ) -> Results:
-    """Measures the reference, then each model, on every task; the result file in `folder` is saved after every task.
+    """Measures the reference, then each model, on every task. The result file in `folder` is saved after every task.
 
-    The reference stays in memory for the divergence on every text, which is also written into the model card of a lowbit
-    checkpoint. Programs are generated and run only with `settings.run_generated_code`. Raises ValueError, before a model is
-    loaded, if they cannot be isolated and `settings.unsafe` is false.
+    The reference stays in memory, since each model's divergence from it is measured on every text. The divergence is also
+    written into the model card of a lowbit checkpoint. Programs are generated and run only with `settings.run_generated_code`.
+    Raises ValueError, before a model is loaded, if programs cannot be isolated and `settings.unsafe` is False.
     """
     request = {"settings": asdict(settings), "reference": reference, "tasks": [task.described() for task in tasks]}
     isolation: str | None = None

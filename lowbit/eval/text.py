@@ -1,8 +1,8 @@
 """The built-in English text for measurements.
 
-Isaac Newton, Opticks, fourth edition, London 1730 (public domain): the beginning of the first book, about 100,000
-characters. Prepared from the plain text in the test data of the Go distribution: paragraphs unwrapped to one line each,
-marks of italics and of illustrations removed, nothing else changed (Greek letters stay spelled out, as `[Greek: d]`).
+It is the beginning of the first book of Isaac Newton's Opticks, fourth edition, London 1730 (public domain), with about 100,000
+characters. It was prepared from the plain text in the test data of the Go distribution: each paragraph is one line, and marks
+of italics and illustrations are removed. All else is unchanged; Greek letters are spelled out, as in `[Greek: d]`.
 """
 
 from __future__ import annotations

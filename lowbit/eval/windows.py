@@ -1,4 +1,4 @@
-"""Splits a text into windows, equally for all measurements over tokens."""
+"""Splits a text into windows, in the same way for all measurements over tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 
 def one_text(input_ids: Tensor, what: str) -> Tensor:
-    """Returns token ids [T] of ids [T] or [1, T]. Raises ValueError for other shapes or dtypes, and for fewer than 2 tokens."""
+    """Returns the token ids [T] of a text, given as [T] or [1, T]. Raises ValueError for other shapes or dtypes, and for fewer
+    than 2 tokens."""
     ids = input_ids[0] if input_ids.dim() == 2 and input_ids.shape[0] == 1 else input_ids
     if ids.dim() != 1 or ids.is_floating_point():
         raise ValueError(
@@ -22,7 +23,8 @@ def one_text(input_ids: Tensor, what: str) -> Tensor:
 
 
 def plan_windows(length: int, window: int, stride: int | None, batch_size: int = 1) -> list[tuple[list[int], int, int]]:
-    """Returns batches of windows: their starts, their length in tokens, and the number of scored tokens at each one's end.
+    """Returns batches of windows. A batch has the starts of its windows, their length in tokens, and the number of tokens at
+    the end of each window that are scored.
 
     A window scores the tokens that no earlier window scored. `stride` None means `window`. Raises ValueError for a window below
     2, a stride outside 1..window, or a batch size below 1.

@@ -32,7 +32,7 @@ from lowbit.pack.weight import FragmentWeight, WeightForm, has_channel_scale, ke
 from lowbit.quantize.rtn import scale_dtype
 
 MOST_ROWS = 4096
-"""Largest M of the tables; the launcher divides larger products into slices of as many rows."""
+"""Largest M of the tables. The launcher divides larger products into slices of this many rows."""
 
 SOURCES = Path(__file__).parent / "c"
 
@@ -41,7 +41,7 @@ _ARGUMENTS = {
     "partial": "FROM_SUMS", "arrived": "FROM_COUNTERS", "M": "FROM_M", "token_tiles": "FROM_TOKEN_TILES",
     "w_desc": "FROM_CODES", "w_desc_1": "FROM_CODES", "w_desc_2": "FROM_CODES", "x_desc": "FROM_X", "y_desc": "FROM_Y",
 }  # fmt: skip
-"""Parameters of the kernels that the launcher supplies; all other ones are equal for every M."""
+"""Parameters of the kernels that the launcher supplies. All other parameters are equal for every M."""
 
 _MAP_TYPES = {torch.int32: 3, torch.float16: 6, torch.bfloat16: 9}
 """Element types of tensor maps: CUtensorMapDataType of the driver's API."""
@@ -103,7 +103,7 @@ def forms_of(scheme: Scheme, dtype: torch.dtype) -> dict[int, WeightForm]:
 
 @dataclass
 class Launch:
-    """A plan's launch of a kernel: for a GPU, a shape (N, K), a form of weights and a tile, for M from `first_row` on."""
+    """The launch of a kernel by a plan, for a GPU, a shape (N, K), a form of weights, a tile, and M from `first_row` on."""
 
     gpu: GPU
     shape: tuple[int, int]
@@ -262,7 +262,7 @@ def _parameters(launch: Launch, code: CompiledKernel) -> tuple[tuple[Parameter, 
                 )
             )  # fmt: skip
         elif name in _ARGUMENTS:
-            # Kernels do not read scales of groups that do not exist; the address is then that of the codes.
+            # If there are no scales of groups, kernels do not read them, and the launcher passes the address of the codes.
             parameters.append(Parameter(_ARGUMENTS[name]))
         elif kind == "fp32":
             parameters.append(Parameter("FROM_FLOAT", struct.unpack("<i", struct.pack("<f", value))[0]))

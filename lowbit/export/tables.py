@@ -21,7 +21,7 @@ MOST_BLOCKS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a kernel: where its value comes from (`enum source`), and the value of constants."""
+    """A parameter of a kernel: the source of its value (`enum source` in tables.h), and the value if it is a constant."""
 
     source: str
     value: int = 0
@@ -29,8 +29,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor map of a row-major matrix [rows, columns]; rows 0: M. `box`: rows and columns that are copied at once. `type`
-    and `swizzle` are numbers of the driver's API."""
+    """A tensor map of a row-major matrix [rows, columns]; rows = 0 means M rows. `box`: rows and columns that are copied at
+    once. `type` and `swizzle` are numbers of the driver's API."""
 
     source: str
     rows: int
@@ -64,7 +64,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernels of a GPU, a form of weights and a shape (N, K): (first M, number of the kernel) in order."""
+    """The kernels for a GPU, a form of weights and a shape (N, K). ranges: (first M, number of the kernel) by growing M."""
 
     gpu: int
     form: int
@@ -191,9 +191,9 @@ def _scheme(library: Library) -> list[str]:
 
 
 def bit_places(fmt: NumberFormat) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Returns the place of each bit of each code of a tile among the bits of the packed tile, [16 * 64 * bits].
+    """Returns the index within the packed tile of each bit of each code of a tile, int64 [16 * 64 * bits].
 
-    The places are found by packing: tile i of a row of tiles has one bit set, bit i % bits of the code at i // bits.
+    The indices are found by packing a row of tiles, of which tile i has one bit set: bit i % bits of the code at i // bits.
     """
     bits, layout = fmt.bits, FragmentWeight.layout(fmt)
     count = ROW_BLOCK * TILE_K * bits

@@ -33,7 +33,7 @@ SCHEMES = ("w4a16_g128", "w4a16_g128_z", "w6e3m2a16", "w8a16", "w8a8", "fp8_dyna
 """Formats of the wheel: int4 as lowbit and as AWQ and GPTQ store it, FP6, int8, and both kinds of 8-bit activations."""
 
 STOP_TOKENS = (1, 2, 3)
-"""Numbers of stop tokens of the models and their instruction-tuned variants."""
+"""How many stop tokens the models and their instruction-tuned variants have. Sampling kernels are compiled for each number."""
 
 _LLAMA: dict[str, object] = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 
@@ -85,9 +85,9 @@ def shapes_of(config: PreTrainedConfig) -> list[tuple[int, int]]:
 def wheel_kernels(
     gpu: GPU, configs: Iterable[PreTrainedConfig], schemes: Sequence[str], max_concurrent: int = 64
 ) -> list[RecordedKernel]:
-    """Returns the kernels of a wheel on a GPU: for each configuration and scheme those of the decode engine, and of the plain
-    products with bf16 x of up to 4,096 tokens, which vLLM's plug-in and `lowbit.convert` launch. Combinations that the engine
-    does not compute, such as experts in a format without kernels, are left out."""
+    """Returns the kernels of a wheel on a GPU, for each configuration and scheme: those of the decode engine, and those of the
+    plain products with bf16 x of up to 4,096 tokens, which the vLLM plug-in and `lowbit.convert` launch. Combinations that the
+    engine does not compute, such as experts in a format without kernels, are left out."""
     found: dict[str, RecordedKernel] = {}
     for config in configs:
         for number, scheme in enumerate(schemes):

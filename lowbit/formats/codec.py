@@ -6,8 +6,8 @@ Rounding and special values, the same for every format:
 - Beyond the largest finite value they saturate to it. `saturate=False` is the OCP 8-bit specification's other mode: they become
   infinity if the format has one (as in torch for float8_e5m2), or NaN if it has only NaN (torch 2.13 saturates float8_e4m3fn
   instead). It is an error for other formats.
-- Infinity is a value beyond the largest. NaN becomes the format's NaN, keeping its sign bit clear; a format without NaN refuses
-  it (`ValueError`), since no code could stand for it.
+- Infinity is treated as a value beyond the largest. NaN becomes the format's NaN with a clear sign bit. For a format without
+  NaN it is an error (`ValueError`), since no code could represent it.
 - The sign of zero is kept by float formats.
 """
 
@@ -45,7 +45,7 @@ def encode(x: Tensor, fmt: NumberFormat, *, saturate: bool = True) -> Tensor:
 def decode(codes: Tensor, fmt: NumberFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns values (`dtype`, same shape) of `codes` (uint8), exact unless the exponent is out of range for `dtype`.
 
-    Out of range is fp16 for formats with 6 or more exponent bits.
+    fp16 has too small a range for formats with 6 or more exponent bits.
     """
     if isinstance(fmt, IntFormat):
         return codes.to(dtype) - fmt.offset
@@ -66,16 +66,18 @@ def _encode_float(x: Tensor, fmt: FloatFormat, saturate: bool) -> Tensor:
             raise ValueError(f"{fmt.name} has neither infinity nor NaN: it can only saturate")
         _refuse_nan(x, fmt)
     # The binade of each value: 2^e <= magnitude < 2^(e + 1).
-    # Subnormals take the lowest binade, overflow the one above the largest.
+    # A subnormal value counts as one of the lowest binade, a value that overflows as one of the binade above the largest.
     integers, mantissa, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
     magnitude, lowest, next_one = x.detach().abs(), 1 - fmt.bias, (1 << fmt.exponent) - fmt.bias
     exponent = ((magnitude.view(integers) >> mantissa) - bias).clamp(lowest, next_one)
-    # Steps of the value inside its binade. The factor is a power of two, so `round` is the only rounding.
+    # The magnitude in steps, the distance of neighbouring codes in its binade. The factor is a power of two, so `round` is the
+    # only rounding.
     steps = magnitude * ((fmt.mantissa + bias - exponent) << mantissa).view(x.dtype)
     rounded = steps.round()
-    if fmt.mantissa == 0:  # even steps are even codes; without mantissa bits, the last exponent bit decides a tie
+    if fmt.mantissa == 0:  # `round` gives even steps, which are even codes only if there are mantissa bits; else fix the ties
         rounded = torch.where((steps == 1.5) & ((exponent - lowest) % 2 == 1), 1.0, rounded)
-    # steps = 2^M + m in a normal binade: adding (E - 1) 2^M gives the code, and a carry moves on to the next binade.
+    # With M mantissa bits, steps are 2^M + m in a normal binade (m: the mantissa's bits). Adding (E - 1) 2^M, with the exponent
+    # bits E, gives the code. If rounding up ends the binade, the carry gives the first code of the next one.
     code = rounded + ((exponent - lowest) << fmt.mantissa)
     over = {"none": fmt.max_code, "nan": fmt.max_code + 1, "ieee": fmt.max_code + 1}[fmt.special]
     code = code.clamp(max=fmt.max_code if saturate else over)

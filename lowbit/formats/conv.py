@@ -9,8 +9,9 @@ zero point anywhere, so that padding is code 0. Weights are "s8", or "s4" where 
     u4:  clamp(rne(t), 0, 255) >> 4              s, b, g (and s2) include a factor of 16, and b another 7.5: see `requantize`
     f16, f32:  t, max(t, 0) with ReLU            s, b, g give the value itself
 
-Every fma is float32 and rounds once. Source of the u4 rounding: bits 4 to 7 of a byte that has been rounded and saturated are
-floor(v + 0.5) saturated to 0..15, so ReLU, clamping and rounding come with one conversion instruction.
+`requantize` computes s and b of output channel o, and g, from the scales and the bias. rne rounds to the nearest integer, ties
+to even. Every fma is float32 and rounds once. The u4 rounding needs one conversion instruction for ReLU, clamping and rounding:
+with v the value in steps of a code, bits 4 to 7 of the rounded and saturated byte are floor(v + 0.5), clamped to 0..15.
 `kernels/reference/conv.py` computes this in plain torch; the kernels of sm_80 and sm_90 return the same codes bit for bit.
 """
 
@@ -213,7 +214,7 @@ def _product(layer: ConvLayer | SecondProduct) -> tuple[str, str, int, Pair, Pai
 class SumSpec:
     """A sum of two code tensors, or a ReLU or rescaling of one tensor, that is not fused into a convolution.
 
-        t = fma(float32(x code), s, b), then fma(float32(other code), g, t) with another value; y from t as in `ConvLayer`
+        t = fma(float32(x code), s, b); with `other`, t = fma(float32(other code), g, t); y from t as in `ConvLayer`
 
     `x`, `y` and `other` are u4 or s8; s, b and g come from `requantize`. Raises ValueError for other storages.
     """
@@ -253,8 +254,11 @@ class GateSpec:
 
 @dataclass(frozen=True)
 class Axis:
-    """Where the pixels of a resized axis come from: with n = max(j * step + shift, 0), pixel j lies between the input's pixels
-    n // whole and n // whole + 1 (at most the last one), n % whole of `whole` steps from the first to the second."""
+    """The positions of output pixels along one axis of the input, as fractions with the denominator `whole`.
+
+    Output pixel j is at n / whole with n = max(j * step + shift, 0). It lies between the input's pixels n // whole and
+    n // whole + 1 (at most the last one). The second of them has the weight n % whole, of `whole` in all.
+    """
 
     step: int
     shift: int
@@ -262,19 +266,19 @@ class Axis:
 
 
 MOST_RESIZE_STEPS = 1 << 16
-"""Bound of the product of both axes' steps, so that weighted sums of 8-bit codes are float32 numbers."""
+"""Largest product of both axes' `whole`. Up to it, weighted sums of 8-bit codes are exact in float32."""
 
 
 @dataclass(frozen=True)
 class ResizeSpec:
-    """An image of codes at another size: the nearest pixels by whole factors, or bilinear interpolation.
+    """Resizes an image of codes: repeats nearest pixels a whole number of times, or interpolates bilinearly.
 
         nearest:   y = x code
-        bilinear:  sum of 4 codes, weighted by whole numbers that add up to the product of both axes' steps, exact, int32
-                   t = fma(float32(sum), s, b); y from t as in `ConvLayer`, u4 with ReLU; s is 1 / steps of a code, b as there
+        bilinear:  sum of 4 codes, weighted by integers that add up to the product of both axes' `whole`; exact, int32
+                   t = fma(float32(sum), s, b); y from t as in `ConvLayer`, u4 with ReLU; s and b from `constants`
 
     `size` is (height, width) of the output. `aligned`: the centres of the corner pixels stay where they are (align_corners of
-    torch); otherwise the corners of the image do. Scale and storage are those of x.
+    torch); otherwise the corners of the image do. The output has the scale and the storage of x.
     """
 
     mode: str
@@ -310,7 +314,7 @@ class ResizeSpec:
         return Axis(step // common, shift // common, whole // common)
 
     def constants(self, size: Pair, storage: str) -> tuple[float, float]:
-        """Returns (s, b) for codes stored as `storage`, rounded to float32; a nearest pixel needs none."""
+        """Returns (s, b) of the mode "bilinear" for codes stored as `storage`, rounded to float32."""
         rows, columns = self.axes(size)
         one = torch.tensor([1.0 / (rows.whole * columns.whole)], dtype=torch.float64)
         s, b, _ = requantize(one, None, 1.0, 1.0, storage)
@@ -328,7 +332,7 @@ def output_size(size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
 def requantize(
     weight_scale: Tensor, bias: Tensor | None, x_scale: float, y_scale: float, y: str, residual_scale: float | None = None
 ) -> tuple[Tensor, Tensor, float]:
-    """Returns (s, b, g) of a `ConvLayer` from real scales, rounded to float32 once; value = code * scale everywhere.
+    """Returns (s, b, g) of a `ConvLayer`, rounded to float32 once, from the scales of its tensors (value = code * scale).
 
     weight_scale [O] per output channel, bias [O] or None, x_scale, y_scale and residual_scale per tensor; y_scale is 1 for f16
     and f32, whose output is the value itself. The weight scale of a second product gives its s in the same way.

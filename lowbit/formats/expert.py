@@ -1,4 +1,4 @@
-"""The quantized weights of all experts of a layer: one matrix an expert, of one scheme and shape, packed as in files."""
+"""The quantized weights of all experts of a layer: one matrix per expert, all of one scheme and shape, packed as in files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lowbit.formats.words import pack_words, packed_bytes, unpack_words
 
 @dataclass(frozen=True, eq=False)
 class ExpertTensor:
-    """E matrices [N, K] that experts multiply the same kind of input by.
+    """The matrices [N, K] of E experts for one of their products, for example all down projections of a layer.
 
     packed: uint8 [E, N, ceil(K * bits / 8)], dense codes as `pack_words` packs them. scale: float [E, *scale_shape]. zero: None
-    or as scale, uint8 for `ZeroPoint.INTEGER`. shape: (N, K) of one expert. The `input_transform` is shared by all experts.
+    or of the scale's shape, uint8 for `ZeroPoint.INTEGER`. shape: (N, K) of one expert. All experts share `input_transform`.
     Codes stay packed: unpacked, the experts of one layer of a large model take hundreds of megabytes. Raises ValueError for
     tensors that do not match the scheme.
     """
@@ -55,7 +55,7 @@ class ExpertTensor:
 
     @classmethod
     def stack(cls, experts: Iterable[QuantTensor], count: int) -> ExpertTensor:
-        """Returns the weights of `count` experts, which are read one at a time and packed at once.
+        """Returns the weights of `count` experts. Each expert is packed before the next one is read.
 
         Raises ValueError for experts of different schemes, shapes, scale types or input transforms, for a low-rank correction,
         and for another number of experts.

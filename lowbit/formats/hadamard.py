@@ -1,8 +1,9 @@
-"""Rotation of blocks of channels by a Hadamard matrix, of a layer's input at run time and of its weights before.
+"""Rotation of blocks of channels by a Hadamard matrix H. A layer's input is rotated at run time, its weights before they are
+quantized.
 
 x H is computed block by block of B channels. H is Sylvester's matrix of ones and minus ones divided by sqrt(B); it is symmetric
 and its own inverse, so x H (w H)^T = x w^T. B is a power of 4, so the elements of H, 1 / sqrt(B), are exact in every dtype. An
-outlier in one channel is spread over all channels of its block. No other layer has to change. Source of rotating inputs at run
+outlier in one channel is spread over all channels of its block. Other layers stay as they are. Source of rotating inputs at run
 time: S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, which rotates all channels
 at once.
 """

@@ -26,8 +26,8 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class InputParts:
-    """The set of parts that an `InputTransform` has, for allocating a module before loading. `hadamard`: block size of the
-    rotation, 0 for none."""
+    """The set of parts that an `InputTransform` has. It is enough to allocate a module before its tensors are loaded.
+    `hadamard`: block size of the rotation, 0 for none."""
 
     order: bool = False
     pre_quant_scale: bool = False
@@ -134,8 +134,8 @@ class InputTransform:
             raise ValueError("factors of x must be finite, some are not")
 
     def fold_channels(self, weight: Tensor) -> Tensor:
-        """Returns the weights [N, K] that multiply x before `pre_quant_scale` and `order`, given the weights that multiply x
-        after them; may overwrite the given weights."""
+        """Returns the weights [N, K] for x before `pre_quant_scale` and `order`, given `weight` for x after both. Both give the
+        same product. May overwrite `weight`."""
         if self.order is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
         if self.pre_quant_scale is not None:
@@ -143,7 +143,7 @@ class InputTransform:
         return weight
 
     def fold_rotation(self, weight: Tensor) -> Tensor:
-        """Returns the weights [N, K] that multiply x before its rotation, given the weights that multiply x after it."""
+        """Returns the weights [N, K] for x before its rotation, given `weight` for the rotated x. The products are the same."""
         return rotate_blocks(weight, self.hadamard) if self.hadamard else weight
 
     def differences(self, other: InputTransform) -> tuple[str, ...]:

@@ -43,8 +43,8 @@ KV_GRAMMAR = (
 
 @dataclass(frozen=True)
 class KVFormat:
-    """A number format of keys or values: `name` without its rotation ("16", "fp8", "int8" or "int4"), bits of a code, and
-    whether rows are rotated. "16" stands for the model's own type, which is not quantized."""
+    """A number format of keys or values: its name ("16", "fp8", "int8" or "int4"), the bits of a code, and whether rows are
+    rotated. "16" means the model's own type, which is not quantized."""
 
     name: str
     bits: int
@@ -129,8 +129,8 @@ def head_block(head_dim: int) -> int:
 def rotate_heads(x: Tensor, block: int) -> Tensor:
     """Returns x [.., head_dim] times Sylvester's Hadamard matrix / sqrt(block), block by block; its own inverse.
 
-    x is float32 or float64. Butterfly steps for elements 1, 2, 4, .. apart, in this order, then the factor: the kernels add in
-    the same order, so float32 results are equal to the last bit.
+    x is float32 or float64. The butterfly steps are for elements 1, 2, 4, .. apart, in this order, and the factor comes last.
+    Kernels compute in the same order, so their float32 results have the same bits.
     """
     import torch
 
@@ -157,7 +157,7 @@ def quantize_rows(x: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor]:
     amax = wide.abs().amax(-1)
     amax = torch.where(torch.isfinite(wide).all(-1), amax, torch.nan)
     scale = (amax * torch.tensor(1 / fmt.largest, dtype=wide.dtype)).clamp(max=MOST_SCALE).half()
-    inverse = torch.where(scale > 0, 1 / scale.to(wide.dtype), 0.0)  # 0 for NaN too
+    inverse = torch.where(scale > 0, 1 / scale.to(wide.dtype), 0.0)  # 0 if the scale is 0 or NaN
     ratio = wide.nan_to_num(0.0, 0.0, 0.0) * inverse[..., None]
     if fmt.name == "fp8":
         return ratio.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8), scale

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 class IntFormat:
     """Integers of `bits` bits (2 to 8); value = code - offset.
 
-    `int4` is IntFormat(4, offset=8) and spans -8..7; `uint4` is IntFormat(4, offset=0) and spans 0..15, the form that takes a
-    zero point.
+    `int4` is IntFormat(4, offset=8) and spans -8..7; `uint4` is IntFormat(4, offset=0) and spans 0..15. Schemes with zero
+    points use unsigned formats.
     """
 
     bits: int

@@ -153,7 +153,7 @@ class Scheme:
 
     @property
     def static_activations(self) -> bool:
-        """True if activations have one calibrated scale, as the weights have one for the whole tensor."""
+        """True if activations have one calibrated scale. They have it if the weights have one scale for the whole tensor."""
         return self.activation is not None and isinstance(self.granularity, PerTensor)
 
     def __str__(self) -> str:

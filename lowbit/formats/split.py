@@ -3,8 +3,8 @@
 Each of R ranks has a shard of the output channels (rows of w) or of the input channels (columns). The partial sums of column
 shards are added. A shard is a `QuantTensor` with exactly the weights of its rows or columns:
 
-- If the group size does not divide K / R, scales are repeated for groups of gcd(group, K / R): more bytes, the same weights.
-  Blocks are treated in the same way.
+- If the group size does not divide K / R, groups become smaller, of gcd(group size, K / R) columns, and scales are repeated.
+  This takes more bytes and leaves the weights as they are. Blocks are treated in the same way.
 - Columns in act-order (GPTQ) are scattered over all channels. A rank has the columns that multiply its channels, and an index
   from its columns to its channels. Each group is padded to a multiple of `ORDERED_GROUP` with codes of weight 0. With one scale
   per row or per tensor the columns are sorted instead.
@@ -39,8 +39,8 @@ Range = tuple[int, int]
 def part_range(total: int, part: int, rank: int, ranks: int) -> Range:
     """Returns the range of channels of `rank`, if each of `ranks` ranks has `part` of `total` channels.
 
-    Shards are in order of the ranks. If `part` times `ranks` exceeds `total`, consecutive ranks have the same shard (with fewer
-    KV heads than ranks). Raises ValueError for other sizes.
+    Shards are in order of the ranks. If `part` times `ranks` exceeds `total`, consecutive ranks have the same shard, for
+    example if there are fewer KV heads than ranks. Raises ValueError if the shards cannot be equal.
     """
     if part < 1 or total % part or ranks % (total // part):
         raise ValueError(f"{total} channels cannot be split into parts of {part} for {ranks} ranks")
@@ -119,8 +119,8 @@ def columns_of(q: QuantTensor, rank: int, ranks: int) -> tuple[QuantTensor, Tens
 
 
 def _column_range(q: QuantTensor, begin: int, end: int) -> QuantTensor:
-    """Returns columns `begin` to `end` of a matrix without an order. All ranks have the same number of columns, so they compute
-    the same group size."""
+    """Returns the columns from `begin` up to `end` (exclusive), without the order. All ranks have the same number of columns,
+    so they compute the same group size."""
     scheme, granularity = q.scheme, q.scheme.granularity
     scale, zero = q.scale, q.zero
     if isinstance(granularity, (PerGroup, PerBlock)):
@@ -138,8 +138,8 @@ def _column_range(q: QuantTensor, begin: int, end: int) -> QuantTensor:
 
 
 def _scattered(q: QuantTensor, columns_of_rank: Tensor, begin: int, end: int) -> tuple[QuantTensor, Tensor]:
-    """Returns the columns that multiply channels `begin` to `end` of x, each group padded with columns of weight 0, and the
-    index of their channels."""
+    """Returns the columns that multiply the channels of x from `begin` up to `end` (exclusive), and the index of their channels
+    as `columns_of` returns it. Each group is padded with columns of weight 0."""
     order = q.input_transform.order
     assert isinstance(q.scheme.granularity, PerGroup) and order is not None
     groups = columns_of_rank // q.scheme.granularity.size

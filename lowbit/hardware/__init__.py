@@ -1,1 +1,2 @@
-"""Hardware facts: figures of devices, fragments of instructions, and register programs that convert codes to numbers."""
+"""Hardware facts: properties of devices, fragments of matrix instructions, and short instruction sequences that convert codes
+to numbers."""

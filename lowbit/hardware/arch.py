@@ -47,7 +47,7 @@ ARCHS: tuple[Arch, ...] = (
 
 
 def arch_refusals(sm: int, name: str) -> tuple[str, ...]:
-    """Returns the reasons why no kernel runs on a GPU called `name` of an SM version; empty if some may."""
+    """Returns the reasons why no kernel runs on a GPU called `name` of an SM version; empty if kernels may run."""
     if any(arch.sm == sm for arch in ARCHS):
         return ()
     return (f"is for {', '.join(f'sm_{arch.sm}' for arch in ARCHS)}; {name} is sm_{sm}",)

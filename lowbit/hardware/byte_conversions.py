@@ -1,15 +1,16 @@
-"""Codes to int8 or fp8 e4m3 operands, four to a register, with logic operations only.
+"""Converts codes to int8 or fp8 e4m3 operands, four in a register, by logic operations and integer additions only.
 
-Integers to s8     The code is moved to the top of its byte and its top bit is flipped: a two's complement number, too large by
-                   a factor of 2^(8 - bits), which the weight's scale compensates (`scale_factor`). 8 weights of 4 bits take a
-                   shift and 2 LOP3: (w << 4) & 0xF0F0F0F0 ^ 0x80808080 and w & 0xF0F0F0F0 ^ 0x80808080.
-Floats to e4m3     Sign to bit 7, exponent and mantissa to the lowest exponent bits and highest mantissa bits of e4m3: the
-                   number is too small by a factor of 2^(7 - bias), also if it is subnormal.
-Integers to e4m3   The bytes 0x00 to 0x0F of e4m3 are the numbers 0 to 15 times 2^-9 (subnormals and the binade above them have
-                   the same spacing), so a byte with a 4-bit magnitude is the number. Codes are stored as sign and magnitude;
-                   the magnitude of a negative number is stored minus one, so that -8 can be stored (`stored`). The conversion
-                   adds 0x81 for a negative number: the sign bit and the one. 8 weights of 4 bits take 8 instructions, 3 of them
-                   LEA.
+Integers to s8     The code is moved to the top of its byte, and its top bit is flipped. The result is a two's complement number
+                   that is too large by a factor of 2^(8 - bits); the weight's scale compensates this (`scale_factor`). 8
+                   weights of 4 bits take a shift and 2 LOP3: (w << 4) & 0xF0F0F0F0 ^ 0x80808080 and w & 0xF0F0F0F0 ^
+                   0x80808080.
+Floats to e4m3     The sign is moved to bit 7, the exponent to the lowest exponent bits and the mantissa to the highest mantissa
+                   bits of e4m3. The number is then too small by a factor of 2^(7 - bias), also if it is subnormal.
+Integers to e4m3   The bytes 0x00 to 0x0F of e4m3 are the numbers 0 to 15 times 2^-9, since subnormal numbers and the binade
+                   above them have the same spacing. So a byte with a 4-bit magnitude is the number. Codes are stored as sign
+                   and magnitude (`stored`). For a negative number, the magnitude minus one is stored, so that -8 fits. The
+                   conversion adds 0x81 to a negative number: the sign bit and the missing one. 8 weights of 4 bits take 8
+                   instructions, 3 of them LEA.
 
 The order of codes in words is that of `hardware.fields` for operands of 8 bits. All values are exact; tests run every program
 on every code. Source: this library.
@@ -41,10 +42,10 @@ _E4M3_MANTISSA = 3
 
 @dataclass(frozen=True)
 class ByteConversion:
-    """A program that converts words of codes to registers of four operands, value = operand * `scale_factor`.
+    """A program that converts words of codes to registers of four operands, where value = operand * `scale_factor`.
 
     Inputs are the words of `fields` in order. Element 0 of an output is in its lowest byte. `stored[code]` is the number that
-    words hold for a code; empty if they hold the code itself.
+    is stored in words in place of a code; empty if codes are stored unchanged.
     """
 
     format: NumberFormat
@@ -121,7 +122,7 @@ def _sign_and_magnitude(value: int, bits: int) -> int:
 
 
 def _with_one_for_the_sign(b: Builder, word: str, slot: Slot) -> str:
-    """Returns one register: in each byte the magnitude from bit 0 on and the sign in bit 7, with one added to the magnitude if
+    """Returns one register. Each byte has the magnitude from bit 0 on and the sign in bit 7; one is added to the magnitude if
     the sign is set.
 
     The GPU shifts the sign and adds it in one instruction (LEA).
@@ -137,8 +138,8 @@ def _with_one_for_the_sign(b: Builder, word: str, slot: Slot) -> str:
 
 
 def _moved(b: Builder, word: str, slot: Slot, places: Sequence[int], flip: int = 0) -> str:
-    """Returns one register: in each byte, bit i of the code moves from slot[i] to bit places[i]; then the bits of `flip` are
-    inverted."""
+    """Returns one register. In each byte, bit i of the code moves from bit slot[i] to bit places[i]. Then the bits of `flip`
+    are inverted."""
     views: dict[int, int] = {}
     for bit, place in zip(slot, places, strict=True):
         views[bit - place] = views.get(bit - place, 0) | 1 << place
@@ -147,7 +148,7 @@ def _moved(b: Builder, word: str, slot: Slot, places: Sequence[int], flip: int =
         view = b.shift(word, shift)
         if number == 0:
             result = b.masked_xor(view, mask * _FOUR, flip * _FOUR) if flip else b.mask(view, mask * _FOUR)
-        else:  # further bits of the code: they are 0 so far, or 1 if flipped
+        else:  # `result` has 0 in the places of these bits, or 1 if they are to be flipped
             result = b.masked_xor(view, mask * _FOUR, result)
     assert isinstance(result, str)
     return result

@@ -1,19 +1,20 @@
-"""Codes to fp16 or bf16 without a conversion instruction: a few logic operations and at most one fused multiply-add.
+"""Converts codes to fp16 or bf16 without a conversion instruction: by a few logic operations and at most one arithmetic
+instruction for two weights.
 
-`cvt` runs at a quarter of the rate of logic operations, so weights are converted by building the bits of a half:
+`cvt` runs at a quarter of the rate of logic operations. So weights are converted by building the bits of a half:
 
-Integers   A code c in the low mantissa bits of the half 2^10 = 1024 (0x6400) gives the number 2^10 + c exactly; subtracting
-           2^10 + offset leaves the value. A field may also stay s bits higher, which saves the shift: (2^10 + 2^s c) * 2^-s -
-           (2^(10-s) + offset) is one fma (s = 4: factor 1/16, constant 64 + 8). bf16 has only 7 mantissa bits, too few for
-           that. But its subnormal numbers and the next binade have the same spacing, so 8 bits are linear: the masked code is
-           the number c 2^(s-133), and multiplying by 2^(127-s) and subtracting offset 2^-6 is one fma. The weight's scale
-           includes the missing factor 2^6. For bytes, PRMT combines codes with the magic byte: selector 0x5250 takes bytes 0
-           and 2 of the codes (digits 0 and 2), and puts byte 1 of the second operand (digit 5), 0x64, into the upper byte of
-           each half.
-Floats     Sign to bit 15; exponent and mantissa to the lowest exponent bits and the highest mantissa bits of the half. Since
-           the half's exponent bias is larger, the number is too small by a factor of 2^(bias_half - bias), also if it is
-           subnormal. In fp16 the weight's scale includes this factor (`scale_factor`, 2^12 for e3m2) at no cost. In bf16 it
-           would be 2^120 or more, so the program multiplies by it. Codes of infinity and NaN (e5m2, e4m3) never occur in
+Integers   fp16: the half 2^10 = 1024 is 0x6400. With a code c in its low mantissa bits it is exactly 2^10 + c. Subtracting
+           2^10 + offset leaves the value. A code may also stay s bits above bit 0, which saves a shift: one fma computes
+           (2^10 + 2^s c) * 2^-s - (2^(10-s) + offset). For s = 4 and offset 8 the factor is 1/16 and the constant 64 + 8.
+           bf16 has only 7 mantissa bits, too few for that. But its subnormal numbers and the next binade have the same
+           spacing, so a number is linear in its low 8 bits: the masked code is the number c 2^(s-133). One fma multiplies it by
+           2^(127-s) and subtracts offset 2^-6. The weight's scale includes the missing factor 2^6.
+           For 8-bit codes in fp16, PRMT combines codes with the byte 0x64. Selector 0x5250 takes bytes 0 and 2 of the codes
+           (digits 0 and 2), and puts byte 1 of the second operand (digit 5), 0x64, into the upper byte of each half.
+Floats     The sign is moved to bit 15, exponent and mantissa to the lowest exponent bits and the highest mantissa bits of the
+           half. Since the half's exponent bias is larger, the number is too small by a factor of 2^(bias_half - bias), also if
+           it is subnormal. In fp16 the weight's scale includes this factor at no cost (`scale_factor`, 2^12 for e3m2). In bf16
+           it would be 2^120 or more, so the program multiplies by it. Codes of infinity and NaN (e5m2, e4m3) never occur in
            weights; e4m3's two NaN codes would be read as +-480.
 
 The order of codes in words is that of `hardware.fields`. For 4 and 8 bits it is also FasterTransformer's order (nibbles e7 e5
@@ -45,7 +46,7 @@ _MISSING = 2.0**6
 
 @dataclass(frozen=True)
 class Conversion:
-    """A program that converts words of codes to registers of two halves, value = half * `scale_factor`.
+    """A program that converts words of codes to registers of two halves, where value = half * `scale_factor`.
 
     Inputs are the words of `fields` in order; outputs are `registers` f16x2 or bf16x2 registers, element 0 in the low half.
     """
@@ -75,8 +76,8 @@ class Conversion:
         return self.program.count("half") / (2 * self.registers)
 
     def run(self, words: Sequence[npt.ArrayLike]) -> npt.NDArray[np.float64]:
-        """Executes the program bit-exactly; returns the halves [.., registers, 2] as float64. Times `scale_factor` they are the
-        values."""
+        """Executes the program bit-exactly; returns the halves [.., registers, 2] as float64. Multiplied by `scale_factor` they
+        are the values."""
         out: Sequence[Words] = self.program.run(words)
         return np.stack([widen_half(register, self.dtype) for register in out], axis=-2)
 
@@ -102,9 +103,9 @@ def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
 
 @dataclass(frozen=True)
 class SubnormalCodes:
-    """A program that converts words of integer codes to registers of subnormal numbers, using only masks and shifts: code *
-    2^(up - 24) in fp16, code * 2^(up - 133) in bf16. `up` has one number for each register: the bit position of its codes
-    within the half."""
+    """A program that converts words of integer codes to registers of subnormal numbers by masks and shifts only. The numbers
+    are code * 2^(up - 24) in fp16 and code * 2^(up - 133) in bf16. `up` has one number for each register: the position of the
+    codes' lowest bit within the half."""
 
     fields: FieldOrder
     program: Program
@@ -112,8 +113,8 @@ class SubnormalCodes:
 
 
 _CODE_BITS: dict[HalfType, int] = {"fp16": MANTISSA_BITS["fp16"], "bf16": MANTISSA_BITS["bf16"] + 1}
-"""Number of low bits of a half whose value is linear in the bits. Subnormal numbers and the first binade have the same spacing,
-which adds one bit to the mantissa bits. Only bf16 needs it, for 4-bit codes that are not shifted down."""
+"""Number of low bits of a half in which its value is linear. Since subnormal numbers and the first binade have the same
+spacing, that is one bit more than the mantissa has. Only bf16 uses this bit, for 4-bit codes that are not shifted down."""
 
 
 @functools.cache
@@ -127,8 +128,8 @@ def subnormal_codes(fmt: IntFormat, dtype: HalfType) -> SubnormalCodes:
 
 
 def _placed(codes: list[tuple[str, Slot]], mantissa: int) -> Iterator[tuple[str, Slot, int]]:
-    """Yields word, slot and right shift for each register. A shift is avoided if the field fits the mantissa where it is, some
-    bits above bit 0."""
+    """Yields word, slot and right shift for each register. There is no shift if the code fits into the mantissa where it is,
+    some bits above bit 0."""
     down, before = 0, ""
     for word, slot in codes:
         if word != before or slot[0] < down:
@@ -139,7 +140,7 @@ def _placed(codes: list[tuple[str, Slot]], mantissa: int) -> Iterator[tuple[str,
 
 
 def placed_codes(b: Builder, fields: FieldOrder) -> list[tuple[str, Slot]]:
-    """Returns the word and the slot of each register; first appends instructions that assemble the gathered words
+    """Returns the word and the slot of each register. Before that, appends instructions to `b` that assemble the gathered words
     (`FieldOrder.gathered`)."""
     words = [f"w{i}" for i in range(fields.words)]
     in_all = sum(1 << start for start in range(0, 32, fields.window))  # the same bit of every element
@@ -154,8 +155,8 @@ def placed_codes(b: Builder, fields: FieldOrder) -> list[tuple[str, Slot]]:
 
 
 def _moved(b: Builder, word: str, slot: Slot, places: Sequence[int], base: int = 0) -> str:
-    """Returns one register: in each half, bit i of the code moves from slot[i] to bit places[i]; the other bits are those of
-    `base`."""
+    """Returns one register. In each half, bit i of the code moves from bit slot[i] to bit places[i]; the other bits are those
+    of `base`."""
     views: dict[int, int] = {}
     for bit, place in zip(slot, places, strict=True):
         views[bit - place] = views.get(bit - place, 0) | 1 << place

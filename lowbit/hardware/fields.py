@@ -3,17 +3,18 @@
 A register of 16-bit operands has two elements. The code of element e is in half e of a word, so one LOP3 or shift processes
 both elements. Each 16-bit half is divided into *slots*, one per register; the remaining bits are *spare*:
 
-    int4       | slot 3 | slot 2 | slot 1 | slot 0 |                       4 registers a word
-    int3       | x | slot 4 | slot 3 | slot 2 | slot 1 | slot 0 |          5 registers a word, 1 spare bit
-    fp6_e3m2   | A: s | x x | A: e e e m m | B: s | x x | B: e e e m m |   A where fp16 has it, B 8 bits lower; 4 spare
+    int4       | slot 3 | slot 2 | slot 1 | slot 0 |                       4 registers from a word
+    int3       | x | slot 4 | slot 3 | slot 2 | slot 1 | slot 0 |          5 registers from a word, 1 spare bit (x)
+    fp6_e3m2   | A: s | x x | A: e e e m m | B: s | x x | B: e e e m m |   slots A (bits where fp16 has them) and B (8 bits
+                                                                           lower), 4 spare bits
 
-Codes whose width is no power of two do not fill words, so the spare bits of several words hold the codes of further registers.
-3 words of int3 hold 15 registers in slots, and one bit of the sixteenth register in each word. 3 words of fp6 hold 6 registers
-in slots, and two more in 4 spare bits of each word. These bits are first copied into a *gathered* word, which has the same
-slots as the other words.
+Codes whose width is not a power of two do not fill words, so the spare bits of several words hold the codes of further
+registers. 3 words of int3 hold 15 registers in slots, and one bit of the codes of a sixteenth register in each word. 3 words of
+fp6 hold 6 registers in slots, and two more in the 4 spare bits of each word. These bits are first copied into a *gathered*
+word, which has the same slots as the other words.
 
-The words of one lane and tile are stored in groups of 4, 2 and 1 (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), each aligned
-(`WORD_GROUPS`). Source: storing every fourth FP6 code in spare bits is this library's idea (docs/log); storing 6 bits as 4 + 2
+The words of one lane and tile are stored in aligned groups of 4, 2 and 1 words (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1;
+`WORD_GROUPS`). Source: storing every fourth FP6 code in spare bits is this library's idea (docs/log); storing 6 bits as 4 + 2
 is FP6-LLM's, arXiv:2401.14112.
 """
 
@@ -28,13 +29,13 @@ from lowbit.formats import FloatFormat, NumberFormat
 WORD_BITS = 32
 
 WORD_GROUPS: dict[int, tuple[int, ...]] = {8: (4, 4), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""By bits of a code, the sizes in words of the groups in which a lane's words are stored; each is loaded at once (128 bits at
-most). 32 codes take as many words as a code has bits."""
+"""Bits of a code -> sizes, in words, of the groups in which a lane's words are stored. One load reads a group, of at most 128
+bits. 32 codes take as many words as a code has bits."""
 
 Slot = tuple[int, ...]
 """Position of each bit of a code, lowest bit first, within its half (or byte)."""
 
-# Slots of float formats by (exponent, mantissa) bits. Sign and magnitude of the first code are where fp16 has them.
+# Slots of float formats by (exponent, mantissa) bits. The bits of the first code are where fp16 has sign and magnitude.
 _FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
     (3, 2): ((8, 9, 10, 11, 12, 15), (0, 1, 2, 3, 4, 7)),
     (2, 3): ((7, 8, 9, 10, 11, 15), (2, 3, 4, 5, 6, 14)),
@@ -44,7 +45,7 @@ _FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
 }
 
 
-# Slots of float formats for 8-bit operands. Sign and magnitude of the first code are where fp8 e4m3 has them.
+# Slots of float formats for 8-bit operands. The bits of the first code are where fp8 e4m3 has sign and magnitude.
 _BYTE_FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
     (3, 3): ((0, 1, 2, 3, 4, 5, 7),),
     (3, 2): ((1, 2, 3, 4, 5, 7),),
@@ -56,8 +57,8 @@ _BYTE_FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
 
 @dataclass(frozen=True)
 class Piece:
-    """Bits copied into a gathered word: (words[word] >> shift) & mask, in each field of `window` bits. A negative shift is a
-    left shift."""
+    """Bits that are copied into a gathered word: (words[word] >> shift) & mask, in each half or byte (`FieldOrder.window`). A
+    negative shift is a left shift."""
 
     word: int
     shift: int
@@ -66,11 +67,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class FieldOrder:
-    """Bit positions of the codes of `registers` registers in `words` words. Element e is `window` bits higher than element e -
-    1.
+    """Bit positions of the codes of `registers` registers in `words` words. The bits of element e are `window` bits higher than
+    those of element e - 1.
 
-    Register r is slot r % len(slots) of word r // len(slots). Words with index `words` and higher are gathered: `gathered`
-    lists the spare bits of which each is composed.
+    The codes of register r are in slot r % len(slots) of word r // len(slots). Words with index `words` and higher are not
+    stored but gathered: `gathered` lists the spare bits of which each is composed.
     """
 
     bits: int
@@ -97,7 +98,7 @@ class FieldOrder:
 
 @functools.cache
 def field_order(fmt: NumberFormat | int, window: int = 16) -> FieldOrder:
-    """Returns the order of codes of a format, or of integers of `fmt` bits, for operand registers of 32 / window elements.
+    """Returns the bit positions of the codes of a format, or of integers of `fmt` bits. A register has 32 / window operands.
 
     `window` is 16 for fp16 and bf16, 8 for int8 and fp8 operands. Raises ValueError unless codes have 2 to 8 bits and at most
     `window` bits.
@@ -120,14 +121,14 @@ def _slots(fmt: NumberFormat | int, bits: int, window: int) -> tuple[Slot, ...]:
     known = {16: _FLOAT_SLOTS, 8: _BYTE_FLOAT_SLOTS}.get(window, {})
     if isinstance(fmt, FloatFormat) and (fmt.exponent, fmt.mantissa) in known:
         return known[fmt.exponent, fmt.mantissa]
-    # With 6 bits the four spare bits are the lowest: both codes then fit the mantissa after at most one shift.
+    # With 6 bits in a half, the four spare bits are the lowest. Both codes then fit the mantissa after at most one shift.
     start = 4 if (bits, window) == (6, 16) else 0
     return tuple(tuple(range(first, first + bits)) for first in range(start, window - bits + 1, bits))
 
 
 def _gather(wanted: set[int], spare: list[set[int]]) -> tuple[Piece, ...]:
-    """Assigns spare bits to the `wanted` bits of a gathered word. Repeatedly takes the word and shift that provide most of the
-    missing bits; removes the bits taken from `spare`."""
+    """Assigns spare bits to the `wanted` bits of a gathered word. Repeatedly chooses the word and shift that provide most of
+    the missing bits, and removes these bits from `spare`."""
     pieces = []
     wanted = set(wanted)
     while wanted:

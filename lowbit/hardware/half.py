@@ -1,4 +1,4 @@
-"""fp16 and bf16 pairs in 32-bit registers: bits to float64 and back, rounded once.
+"""Converts pairs of fp16 or bf16 in 32-bit registers to float64 and back, with a single rounding.
 
 A register holds two halves; the low one is element 0. float64 holds every fp16 and bf16 value exactly.
 """
@@ -24,7 +24,7 @@ _CANONICAL_NAN = 0x7FFF
 
 
 def widen_half(words: Words, dtype: HalfType) -> Float64:
-    """uint32 [...] -> float64 [..., 2], the two halves of every register."""
+    """Returns the two halves of every register: float64 [..., 2] for uint32 [...]."""
     halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1)
     with np.errstate(invalid="ignore"):  # a signalling NaN raises the flag on conversion
         if dtype == "fp16":
@@ -33,13 +33,15 @@ def widen_half(words: Words, dtype: HalfType) -> Float64:
 
 
 def round_half(value: Float64, error: Float64, dtype: HalfType) -> Words:
-    """float64 [..., 2] plus a smaller exact `error` -> uint32 [...], rounded once to nearest even.
+    """Returns registers uint32 [...] of the sum value + error, float64 [..., 2], rounded once to nearest even. `error` is exact
+    and smaller than the last bit of `value`.
 
-    The sum is first rounded to odd in float64: with 53 bits against at most 11 the second rounding is then the correct one
-    (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). NaN becomes the canonical 0x7fff.
+    The sum is first rounded to odd in float64, then to the half. float64 has 53 bits and a half at most 11, so the result is
+    the same as with one correct rounding (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). NaN
+    becomes the canonical 0x7fff.
     """
     bits = np.ascontiguousarray(value).view(np.int64)
-    # An inexact sum whose last bit is 0 moves one step in the direction of the error, by its bits as an integer.
+    # If the sum is inexact and its last bit is 0, it moves one step towards the error. Its bits are changed as an integer.
     toward_zero = (error < 0) != (value < 0)
     odd = bits + np.where((error != 0) & (bits & 1 == 0), np.where(toward_zero, -1, 1), 0)
     exact = odd.view(np.float64)

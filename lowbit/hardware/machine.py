@@ -1,5 +1,5 @@
-"""Properties of GPUs: SMs, L2, memory bandwidth and peaks. Those of this machine's GPU come from its driver, others from a
-table.
+"""Properties of GPUs: SMs, L2, memory bandwidth and peaks. Those of this machine's GPU come from its driver as far as it states
+them, all others from a table.
 
 Sources of the rows: NVIDIA's architecture whitepapers and data sheets of A100, A10, Jetson AGX Orin 64GB, L40S, H200, HGX B200,
 HGX B300, Jetson T5000, RTX 5090 and DGX Spark (SMs, L2, bandwidth, dense peaks; where only one peak is given, the others are
@@ -17,20 +17,21 @@ from lowbit.folders import tuned_file
 from lowbit.hardware.arch import Arch, arch_for, arch_refusals
 
 READ_SHARE = 0.95
-"""Fraction of the data sheet's bandwidth that a pure read kernel is assumed to reach where it was not measured. An H200 reaches
-4.58 of 4.8 TB/s."""
+"""Fraction of the data sheet's bandwidth that a kernel is assumed to reach if it only reads, on GPUs that were not measured. An
+H200 reaches 4.58 of 4.8 TB/s."""
 
 MMA_SHARES = {"wgmma": 0.62, "tcgen05": 0.25}
-"""Fraction of the fp16 peak that mma.sync reaches where the peak is that of another instruction. wgmma: measured by Luo et al.
-(arXiv:2402.13499). tcgen05: not measured, assumes as many mma.sync operations per SM and cycle as on sm_90."""
+"""Fraction of the fp16 peak that mma.sync reaches on GPUs whose peak needs another instruction, by that instruction. wgmma:
+measured by Luo et al. (arXiv:2402.13499). tcgen05: not measured; assumes as many mma.sync operations per SM and cycle as on
+sm_90."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU; peaks are dense (no sparsity), in operations per second, None where the type has no tensor-core path.
+    """One GPU. Peaks are dense (no sparsity), in operations per second; None for types that the tensor cores do not support.
 
-    `product` is the driver's name without "NVIDIA"; `measured_read_bytes` is the measured bandwidth of a pure read kernel
-    (bytes per second), None where it was not measured. `tuned`: the file of `lowbit tune` with tiles measured on this GPU.
+    product: the driver's name without "NVIDIA". measured_read_bytes: measured bandwidth of a kernel that only reads, in bytes
+    per second; None if it was not measured. tuned: the file of `lowbit tune` with tiles measured on this GPU; "" without one.
     """
 
     product: str
@@ -47,14 +48,14 @@ class Machine:
 
     @property
     def peak_mma_fp16(self) -> float:
-        """Operations per second of mma.sync on fp16: the peak, or MMA_SHARES of it where the peak is that of another
+        """Operations per second of mma.sync on fp16: the peak, or a share of it (MMA_SHARES) if the peak needs another
         instruction."""
         newer = next((share for feature, share in MMA_SHARES.items() if feature in self.arch.features), 1.0)
         return newer * self.peak_fp16
 
     @property
     def read_bytes(self) -> float:
-        """Highest read bandwidth of kernels in bytes per second."""
+        """Highest read bandwidth that kernels reach, in bytes per second."""
         return self.measured_read_bytes or READ_SHARE * self.bandwidth_bytes
 
 
@@ -73,13 +74,13 @@ MACHINES: tuple[Machine, ...] = (
     Machine("GeForce RTX 5090", arch_for(120), 170, 96 * _MIB, 1.792e12, 210e12, 419e12, 838e12, None),
     Machine("GB10", arch_for(121), 48, 24 * _MIB, 273e9, 125e12, 250e12, 250e12, None),
 )
-"""One product for each SM version, used when there is no GPU of that version."""
+"""One product for each SM version. Its row is used when there is no GPU of that version."""
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A product as its driver describes it, for compiling without one. Attributes have the names of torch's device properties;
-    the memory's clock is in kHz, its bus in bits."""
+    """A GPU product as its driver describes it, for compiling without such a GPU. Attributes have the names of torch's device
+    properties; the memory's clock is in kHz, its bus width in bits."""
 
     name: str
     sm: int
@@ -91,7 +92,7 @@ class GPU:
 
     @property
     def product(self) -> str:
-        """The name of `Machine.product`."""
+        """The name as in `Machine.product`."""
         return self.name.removeprefix("NVIDIA ")
 
 
@@ -121,7 +122,7 @@ def typical_machine(sm: int) -> Machine:
 
 
 def machine_refusals(device: torch.device | str) -> tuple[str, ...]:
-    """Returns the reasons why no kernel runs on a GPU, because of its SM version; empty if some may."""
+    """Returns the reasons why no kernel runs on a GPU, because of its SM version; empty if kernels may run."""
     return arch_refusals(_sm(device), torch.cuda.get_device_name(device))
 
 

@@ -1,12 +1,12 @@
 """Tensor-core instructions as table rows: shapes, types, and which thread holds which element in which register.
 
-A `Fragment` maps (thread, register, element within the register) to (row, column) by mixed-radix digits: the thread index is
+A `Fragment` maps (thread, register, element within the register) to (row, column) by mixed-radix digits. The thread index is
 split into digits, and each step of a digit moves a fixed distance along one axis. Register index and element index are split in
-the same way. The A operand of mma.sync m16n8k16, for instance:
+the same way. For example, the A operand of mma.sync m16n8k16:
 
-    thread   = 4 x (2 columns) then 8 x (1 row)        lane 5: group 1, place 1 -> row 1, columns 2 and 3
-    register = 2 x (8 rows)    then 2 x (8 columns)    register 1: the same, 8 rows further down
-    element  = 2 x (1 column)
+    thread   = 4 x (2 columns) then 8 x (1 row)        lane 5 has the digits 1 and 1, so it begins at row 1, column 2
+    register = 2 x (8 rows)    then 2 x (8 columns)    register 1 is 8 rows below register 0
+    element  = 2 x (1 column)                          element 1 is one column to the right of element 0
 
 Axes are those of the instruction, D[m, n] = A[m, k] B[k, n] + C[m, n]: A has rows m and columns k, B rows k and columns
 n, C and D rows m and columns n. Kernels of this library compute y^T = w x^T, so w is A and x^T is B.
@@ -53,8 +53,8 @@ def _count(digits: tuple[Digit, ...]) -> int:
 
 
 def merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
-    """Returns the same mapping with fewer digits: drops digits of size 1, and joins a digit with the previous one if it
-    continues it."""
+    """Returns the same mapping with fewer digits. Drops digits of size 1, and joins a digit with the previous one if it
+    continues the steps of that one."""
     out: list[Digit] = []
     for digit in digits:
         if out and out[-1].axis == digit.axis and out[-1].size * out[-1].step == digit.step:
@@ -105,15 +105,16 @@ class Fragment:
         return _count(self.element)
 
     def coordinates(self) -> tuple[Indices, Indices]:
-        """Row and column of every (thread, register, element): two read-only arrays [threads, registers, elements]."""
+        """Returns row and column of every (thread, register, element) as two read-only arrays [threads, registers,
+        elements]."""
         return _coordinates(self)
 
     def tiled(self, rows: int, cols: int) -> Fragment:
-        """Returns the fragment of a larger tile: this fragment repeated, by further threads along the rows and by further
-        registers along K.
+        """Returns the fragment of a larger tile, in which this fragment is repeated. Further threads hold the repetitions along
+        rows, further registers those along columns.
 
-        Digits that continue each other are merged, so fragments with equal mappings compare equal. Raises ValueError unless the
-        tile is a whole number of fragments.
+        Digits that continue each other are merged, so that fragments with equal mappings compare equal. Raises ValueError
+        unless the tile is a whole number of fragments.
         """
         return Fragment(
             rows,
@@ -124,7 +125,8 @@ class Fragment:
         )
 
     def gather(self, tile: NDArray[Any]) -> NDArray[Any]:
-        """Returns the elements of `tile` [rows, cols] as threads hold them: [threads, registers, elements]."""
+        """Returns the elements of `tile` [rows, cols] in the order in which threads hold them: [threads, registers,
+        elements]."""
         row, col = self.coordinates()
         return tile[row, col]
 
@@ -188,8 +190,8 @@ class MmaAtom:
     """One matrix instruction D[m, n] = A[m, k] B[k, n] + C[m, n] and its register fragments.
 
     `operands` are the PTX names of the possible types of A and B, all of `operand_bits` bits. `accumulator` is the type of C
-    and D. `b` is None if B is read from shared memory. The instruction exists from `min_sm` on and, if `max_sm` is given, up to
-    it (90 for wgmma: sm_90a only). Raises ValueError when fragments and shape disagree.
+    and D. `b` is None if B is read from shared memory. The instruction exists on SM versions from `min_sm` to `max_sm`, or on
+    all newer ones if `max_sm` is None; wgmma exists on sm_90a only. Raises ValueError if fragments and shape disagree.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""Small PTX instruction sequences as data: the same program is printed for a kernel and executed bit-exactly in NumPy.
+"""Small PTX instruction sequences as data. The same program can be printed for a kernel and executed bit-exactly in NumPy.
 
-A `Program` is straight-line code over named 32-bit virtual registers, each written once. There is no control flow, no memory
-and no predicate. `Builder` creates a program; each of its methods appends an instruction and returns the name of its register:
+A `Program` is straight-line code over named 32-bit virtual registers, each of which is written once. There is no control flow,
+no memory and no predicate. `Builder` creates a program: each of its methods appends an instruction and returns the name of the
+register that it writes.
 
     b = Builder(["w"])
     pair = b.masked_or("w", 0x000F000F, 0x64006400)
@@ -32,7 +33,8 @@ _MASK32 = 0xFFFFFFFF
 
 
 def lut(function: Callable[[int, int, int], int]) -> int:
-    """Returns the immediate with which `lop3.b32` computes `function` bitwise: the function of 0xF0, 0xCC and 0xAA."""
+    """Returns the immediate with which `lop3.b32` computes `function` bitwise. It is the value of the function for 0xF0, 0xCC
+    and 0xAA."""
     return function(0xF0, 0xCC, 0xAA) & 0xFF
 
 
@@ -50,8 +52,9 @@ def float_constant(value: float) -> str:
 class Instruction:
     """One instruction, which reads its operands and writes register `dest`. `ptx` prints it, `evaluate` executes it in NumPy.
 
-    Fields `a`, `b` and `c` of a subclass are its operands: register names and 32-bit immediates. `pipe` is the hardware pipe
-    that executes it; constants are loop-invariant and cost nothing per weight.
+    Fields `a`, `b` and `c` of a subclass are its operands: register names or 32-bit immediates. `pipe` is the hardware pipe
+    that executes it. Instructions of the pipe "constant" are executed once before a kernel's loop, so they cost nothing per
+    weight.
     """
 
     dest: str
@@ -81,7 +84,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Mov(Instruction):
-    """`mov.b32`: an immediate or a register."""
+    """`mov.b32`: copies an immediate or a register."""
 
     dest: str
     a: Operand
@@ -119,7 +122,8 @@ class Lop3(Instruction):
 
 @dataclass(frozen=True)
 class Prmt(Instruction):
-    """`prmt.b32`, default mode: four bytes out of the eight of {b, a}; bit 3 of a selector nibble replicates the sign."""
+    """`prmt.b32` in its default mode: selects four bytes out of the eight bytes of {b, a}. If bit 3 of a selector nibble is
+    set, the sign bit of the byte is replicated instead."""
 
     dest: str
     a: Operand
@@ -146,7 +150,7 @@ class Prmt(Instruction):
 
 @dataclass(frozen=True)
 class Shift(Instruction):
-    """`shr.u32`, or `shl.b32` for a negative amount; with zero fill."""
+    """`shr.u32`, or `shl.b32` for a negative amount. Vacated bits are filled with zeros."""
 
     dest: str
     a: str
@@ -180,9 +184,9 @@ class Add(Instruction):
 
 @dataclass(frozen=True)
 class HalfArithmetic(Instruction):
-    """`add`, `sub`, `mul` on two halves, rounded to nearest even; subnormals kept, NaN becomes 0x7fff.
+    """`add`, `sub` or `mul` on two halves, rounded to nearest even. Subnormal numbers are kept; NaN becomes 0x7fff.
 
-    On bf16x2 they need sm_90; `HalfFma` can replace them on sm_80.
+    For bf16x2 these instructions need sm_90; on sm_80 `HalfFma` can replace them.
     """
 
     dest: str
@@ -203,8 +207,8 @@ class HalfArithmetic(Instruction):
     def evaluate(self, *values: Words) -> Words:
         a, b = (widen_half(value, self.dtype) for value in values)
         with np.errstate(invalid="ignore"):
-            # Both operands have at most 11 significant bits within 41 binades (fp16), so the fp16 sum and every
-            # product are exact in float64; a bf16 sum may not be, hence the error term.
+            # Every product is exact in float64, since operands have at most 11 significant bits. So is an fp16 sum, whose
+            # operands are within 41 binades. A bf16 sum may not be exact, so it has an error term.
             if self.operation == "mul":
                 return round_half(a * b, np.zeros(()), self.dtype)
             return round_half(*_exact_sum(a, -b if self.operation == "sub" else b), self.dtype)
@@ -212,7 +216,7 @@ class HalfArithmetic(Instruction):
 
 @dataclass(frozen=True)
 class HalfFma(Instruction):
-    """`fma.rn` on two halves: a * b + c rounded once to nearest even; subnormals kept, NaN becomes 0x7fff."""
+    """`fma.rn` on two halves: a * b + c, rounded once to nearest even. Subnormal numbers are kept; NaN becomes 0x7fff."""
 
     dest: str
     dtype: HalfType
@@ -238,7 +242,7 @@ class HalfFma(Instruction):
 def _exact_sum(
     a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The float64 sum and its exact rounding error (Knuth's TwoSum; no operand is near the limits of float64)."""
+    """Returns the float64 sum and its exact rounding error, by Knuth's TwoSum. No operand may be near the limits of float64."""
     total = a + b
     b_part = total - a
     error = (a - (total - b_part)) + (b - b_part)
@@ -247,9 +251,9 @@ def _exact_sum(
 
 @dataclass(frozen=True)
 class Program:
-    """Straight-line code: `inputs` and `outputs` are register names, every register is written exactly once.
+    """Straight-line code. `inputs` and `outputs` are register names; every register is written exactly once.
 
-    Raises ValueError when a register is read before it is written, written twice, or an output does not exist.
+    Raises ValueError if a register is read before it is written, if one is written twice, or if an output does not exist.
     """
 
     inputs: tuple[str, ...]
@@ -306,7 +310,8 @@ class Program:
 
 
 class Builder:
-    """Creates a `Program`. An instruction that is requested twice is emitted once, so that shifted words are shared."""
+    """Creates a `Program`. An instruction that is requested twice is emitted only once, so that several uses of the same
+    shifted word take one shift."""
 
     def __init__(self, inputs: Sequence[str], begun: Sequence[Instruction] = ()) -> None:
         """`begun`: instructions of another Builder with which the program starts."""
@@ -323,57 +328,59 @@ class Builder:
         return self._known[key]
 
     def constant(self, value: int) -> str:
-        """Returns a register with a 32-bit constant, since half arithmetic takes no immediates."""
+        """Returns a register with a 32-bit constant. Half arithmetic needs it, since its instructions have no immediates."""
         return self._emit(Mov, {"a": value & _MASK32})
 
     def lop3(self, a: Operand, b: Operand, c: Operand, table: int) -> str:
-        """Any bitwise function of three operands; `table` comes from `lut`."""
+        """Appends any bitwise function of three operands; `table` comes from `lut`."""
         return self._emit(Lop3, {"a": a, "b": b, "c": c, "table": table})
 
     def mask(self, a: Operand, mask: int) -> str:
-        """a & mask."""
+        """Appends a & mask."""
         return self.lop3(a, mask, 0, AND)
 
     def masked_or(self, a: Operand, mask: int, c: Operand) -> str:
-        """(a & mask) | c."""
+        """Appends (a & mask) | c."""
         return self.lop3(a, mask, c, AND_OR)
 
     def masked_xor(self, a: Operand, mask: int, c: Operand) -> str:
-        """(a & mask) ^ c."""
+        """Appends (a & mask) ^ c."""
         return self.lop3(a, mask, c, AND_XOR)
 
     def select(self, mask: Operand, a: Operand, b: Operand) -> str:
-        """For each bit, a where the mask is set, else b."""
+        """Appends a selection by bits: the bit of a if the bit of the mask is set, else that of b."""
         return self.lop3(mask, a, b, SELECT)
 
     def prmt(self, a: Operand, b: Operand, selector: int) -> str:
-        """Four bytes of {b, a}; nibbles 0-3 of a selector name bytes of a, 4-7 bytes of b, +8 replicates its sign."""
+        """Appends a selection of four bytes. A selector nibble of 0 to 3 is a byte of a, 4 to 7 a byte of b; adding 8
+        replicates the byte's sign bit."""
         return self._emit(Prmt, {"a": a, "b": b, "selector": selector})
 
     def shift(self, a: str, amount: int) -> str:
-        """a shifted right by `amount` bits, left when negative, with zero fill; `a` itself when zero."""
+        """Appends a shift of a to the right by `amount` bits, or to the left if it is negative. Vacated bits are zeros. Returns
+        `a` itself if `amount` is 0."""
         if amount == 0:
             return a
         return self._emit(Shift, {"a": a, "amount": amount})
 
     def add_words(self, a: Operand, b: Operand) -> str:
-        """a + b as 32-bit words."""
+        """Appends a + b of 32-bit words."""
         return self._emit(Add, {"a": a, "b": b})
 
     def add(self, dtype: HalfType, a: Operand, b: Operand) -> str:
-        """a + b on both halves."""
+        """Appends a + b on both halves."""
         return self._emit(HalfArithmetic, {"operation": "add", "dtype": dtype, "a": a, "b": b})
 
     def sub(self, dtype: HalfType, a: Operand, b: Operand) -> str:
-        """a - b on both halves."""
+        """Appends a - b on both halves."""
         return self._emit(HalfArithmetic, {"operation": "sub", "dtype": dtype, "a": a, "b": b})
 
     def mul(self, dtype: HalfType, a: Operand, b: Operand) -> str:
-        """a * b on both halves."""
+        """Appends a * b on both halves."""
         return self._emit(HalfArithmetic, {"operation": "mul", "dtype": dtype, "a": a, "b": b})
 
     def fma(self, dtype: HalfType, a: Operand, b: Operand, c: Operand) -> str:
-        """a * b + c on both halves, rounded once."""
+        """Appends a * b + c on both halves, rounded once."""
         return self._emit(HalfFma, {"dtype": dtype, "a": a, "b": b, "c": c})
 
     def build(self, outputs: Sequence[str]) -> Program:

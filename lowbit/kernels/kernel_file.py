@@ -54,21 +54,21 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 1 << 24
 MOST_MEMBER_BYTES = 1 << 26
-"""Limits of a member's size. The largest kernels have 0.3 MB."""
+"""Largest size of a member in bytes. The largest kernels have 0.3 MB."""
 MOST_MEMBERS = 1 << 16
 INSTALLING = 8
-"""Threads that copy kernels into Triton's cache: most of the time is the file system's."""
+"""Number of threads that copy kernels into Triton's cache. They mostly wait for the file system."""
 _KERNEL = re.compile(r"kernels/[0-9a-f]{64}/[A-Za-z_]\w{0,150}\.(cubin|json)", re.ASCII)
 _EXTENSION = re.compile(r"extensions/[0-9a-f]{64}\.so", re.ASCII)
 
 
 class KernelFileError(ValueError):
-    """A kernels file that is damaged, or that is none."""
+    """Raised for a damaged kernels file, and for a file that is not a kernels file."""
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a kernels file depends on besides the GPU; `here` returns that of this process."""
+    """What a kernels file depends on besides the GPU. `here` returns the requirements that this process meets."""
 
     lowbit: str
     source: str
@@ -153,7 +153,7 @@ class KernelFile:
         """Copies the kernels for compute capability `sm` into Triton's cache, unless it has them, and makes Triton use the
         extensions.
 
-        Raises KernelFileError for a member whose digest is not the manifest's, before anything of it is used.
+        Raises KernelFileError for a member whose digest is not the manifest's, before that member is used.
         """
         members: dict[str, dict[str, str]] = {key: {} for key, of in self.capabilities.items() if of == sm}
         for member in self.members:
@@ -162,12 +162,12 @@ class KernelFile:
                 members[key][name[0]] = member
         with _archive(self.path) as archive, ThreadPoolExecutor(INSTALLING) as pool:
             for _ in pool.map(lambda key: self._install_kernel(archive, key, members[key]), members):
-                pass  # raises the error of a damaged member
+                pass  # the iteration raises the error of a damaged member
             extensions = {}
             for member in self.members:
                 if _EXTENSION.fullmatch(member):
                     digest, contents = Path(member).stem, self._member(archive, member)
-                    # The key is that of the contents: another file cannot replace an extension that is in use.
+                    # The cache key is the digest of the contents, so another file cannot replace an extension that is in use.
                     cache = get_cache_manager(hashlib.sha256(contents).hexdigest())
                     extensions[digest] = Path(cache.get_file(f"{digest}.so") or cache.put(contents, f"{digest}.so"))
         serve_extensions(extensions)
@@ -210,7 +210,7 @@ def _read(archive: zipfile.ZipFile, path: Path, name: str, most_bytes: int) -> b
         raise KernelFileError(f"{path}: {name} has more than {most_bytes:,} bytes")
     try:
         return archive.read(name)
-    except (*_ZIP_ERRORS, OSError) as error:  # OSError: an offset outside the file
+    except (*_ZIP_ERRORS, OSError) as error:  # OSError: the archive names an offset outside the file
         raise KernelFileError(f"{path}: {name} is damaged ({error})") from error
 
 
@@ -238,8 +238,10 @@ def _check_members(
 def write_kernel_file(
     path: Path, kernels: Mapping[GPU, Iterable[RecordedKernel]], model: Mapping[str, Any], processes: int | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Compiles the kernels of each GPU, without needing one, and writes them to a kernels file; yields (done, total) before
-    each. The file appears only when complete.
+    """Compiles kernels for GPUs that need not be present, and writes them to a kernels file. The file appears only when
+    complete.
+
+    After each kernel it yields (number of kernels compiled before it, total), and (total, total) before the file is written.
 
     model: the model's name and options, for the manifest. The file is recorded as trusted (`is_trusted`). Raises ValueError
     without a C compiler, before anything is compiled.

@@ -56,7 +56,7 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True, eq=False)
 class LayerAdapter:
-    """The adapter of a linear layer: y += b (a x). a [r, K]; b [N, r], times the scaling, float32."""
+    """The adapter of a linear layer: y += b (a x). a [r, K] and b [N, r], which includes the scaling, are float32."""
 
     a: Tensor
     b: Tensor
@@ -64,7 +64,7 @@ class LayerAdapter:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter: that of each linear layer, by the layer's path in the model. rank: the largest one."""
+    """An adapter of a model: a `LayerAdapter` for each adapted linear layer, by the layer's path. rank: the largest rank."""
 
     folder: Path
     layers: dict[str, LayerAdapter]
@@ -75,8 +75,8 @@ class Adapter:
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """Returns the adapter in a folder of PEFT's. Raises CheckpointError, naming file and field or tensor, for files that are
-    missing or damaged, and for an adapter that does more than LoRA and rsLoRA on linear layers.
+    """Returns the adapter in a folder that PEFT wrote. Raises CheckpointError, naming file and field or tensor, for files that
+    are missing or damaged, and for an adapter other than LoRA and rsLoRA of linear layers.
     """
     folder = Path(folder)
     config = _config(folder)

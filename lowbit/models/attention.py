@@ -1,9 +1,10 @@
 """Transformers' attention without repeated keys and values: `attn_implementation="lowbit"`.
 
-With grouped-query attention, Transformers' "sdpa" repeats keys and values in a compiled decode step over a static cache:
-torch's fused attention takes no groups together with a mask, and folding a group into the query is for eager calls only
-(Transformers 5.23; 5.17 repeats in eager calls too). A decode step has one token per sequence, so here the heads of a group
-take the token dimension: q [B, kv_heads, group, head_dim] over the unrepeated keys of the cache. All other calls use "sdpa".
+With grouped-query attention, Transformers' "sdpa" repeats keys and values in a compiled decode step over a static cache. The
+reasons: torch's fused attention does not support groups together with a mask, and Transformers folds a group into the query
+only in eager calls (5.23; version 5.17 repeats in eager calls too). A decode step has one token per sequence, so here the heads
+of a group use the token dimension: q [B, kv_heads, group, head_dim] attends to the unrepeated keys of the cache. All other
+calls use "sdpa".
 """
 
 from __future__ import annotations

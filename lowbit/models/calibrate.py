@@ -2,8 +2,9 @@
 
 Layer i is read, its inputs on the calibration texts are observed, it is quantized, and the quantized layer computes the inputs
 of layer i + 1; then its memory is freed. The result of a layer is written to disk before the next one starts, so a killed run
-resumes: it reads its finished layers and runs them once on the texts (one pass; quantizing takes several), which gives the same
-inputs and files. The file name of a finished layer contains its SHA-256; a layer whose file does not match is quantized again.
+can be resumed: the next run reads the finished layers and runs each once on the texts, while quantizing takes several passes.
+This gives the same inputs, so the same files. The file name of a finished layer contains its SHA-256; a layer whose file does
+not match is quantized again.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from lowbit.progress import Progress
 from lowbit.quantize.expert_layer import LEAST_TOKENS
 
 TOKENS_AT_ONCE = 8192
-"""Tokens per call of a layer on a GPU, in whole texts, enough to hide the launch overhead. A CPU takes one text per call, so
-the result does not depend on the batch."""
+"""Tokens per call of a layer on a GPU, rounded down to whole texts; enough to hide the launch overhead. On a CPU each call has
+one text, so that the result does not depend on the batch."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ _LAYERS = (f"{LAYERS}-*.safetensors", f"{DISTILLED}-*.safetensors", *_PARTS)
 class FinishedLayers:
     """The finished layers of a run, in a hidden folder beside its target that is removed when the run is done.
 
-    recipe: everything that the layers depend on; raises CheckpointError if the folder has the layers of another recipe. say: is
-    called with a line for each damaged file. The caller has the lock of `target`.
+    recipe: everything on which the layers depend. say: called with a line for each damaged file. The caller holds the lock of
+    `target`. Raises CheckpointError if the folder has the layers of another recipe.
     """
 
     def __init__(self, target: Path, recipe: dict[str, Any], say: Callable[[str], None] = lambda line: None) -> None:
@@ -122,7 +123,7 @@ class FinishedLayers:
                 f"{self.folder}: holds the finished layers of another run for {target} (another method, scheme, model or "
                 "text); repeat that command to finish it, or delete the folder"
             )
-        # Layers without a recipe remain from a run that was killed while removing them.
+        # Layers without a recipe are not known to belong to this run.
         discard(self.folder, _PARTS if known else _LAYERS)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not known:
@@ -146,8 +147,8 @@ class FinishedLayers:
         )
 
     def read(self, i: int, schemes: Mapping[str, Scheme]) -> LayerResult | None:
-        """Returns the result of layer i in the current stage; None if it is not finished or its file is damaged, which is then
-        removed."""
+        """Returns the result of layer i in the current stage; None if it is not finished. A damaged file is removed, and its
+        layer is not finished."""
         path = self._intact(i)
         if path is None:
             return None
@@ -234,13 +235,13 @@ class CalibratedWeights:
         return None if name is None else self._result.quantized[name]
 
     def experts(self, parameter: str) -> list[QuantTensor] | None:
-        """Returns the matrices of all experts that are a parameter, with rows in its order; None if it is not in a decoder
-        layer."""
+        """Returns the matrices of all experts for a parameter, with rows in the parameter's order; None if it is not in a
+        decoder layer."""
         name = self._read_layer_of(parameter)
         return None if name is None else self._result.experts[name]
 
     def changed(self, tensor: str) -> Tensor | None:
-        """Returns the new value of a tensor of the files that took up a scale; None if it is unchanged."""
+        """Returns the new value of a tensor of the files into which a scale was folded; None if it is unchanged."""
         parameter = self._decoder.model_name(tensor)
         name = None if parameter is None else self._read_layer_of(parameter)
         return None if name is None else self._result.changed.get(name)
@@ -329,8 +330,9 @@ def _distill(
     decoder: LayerwiseDecoder, schemes: Mapping[str, Scheme], method: Learned, finished: FinishedLayers, first: list[Tensor],
     expected: list[Tensor],
 ) -> str:  # fmt: skip
-    """Trains scales, norms and biases of the finished layers (`models.distill`), and writes them as layers of a stage of their
-    own. Returns a line about the divergence. `finished` is then in that stage."""
+    """Trains scales, norms and biases of the finished layers (`models.distill`), and writes the results as the stage DISTILLED.
+
+    Returns a line about the divergence. Afterwards `finished` is in that stage."""
     own = [_schemes_of(decoder, i, schemes) for i in range(len(decoder))]
     finished.stage = DISTILLED
     if all(finished.read(i, each) is not None for i, each in enumerate(own)):
@@ -390,7 +392,7 @@ def recipe_of(
 
 
 def _replace(path: Path, write: Callable[[Path], object], *, checksum: bool = False) -> None:
-    """Writes a file under a temporary name, syncs and renames it, with `checksum` to STEM.SHA256.SUFFIX."""
+    """Writes a file under a temporary name, syncs it and renames it to `path`; with `checksum`, to STEM.SHA256.SUFFIX."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         write(temporary)

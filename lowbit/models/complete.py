@@ -24,8 +24,9 @@ def incomplete(
 ) -> tuple[str, ...]:
     """Returns why files with `tensors` do not match `model`, whose quantized layers are in place; empty if they match.
 
-    tensors: name -> shape, None for one that is not known yet. Tensors that Transformers' classes may lack or ignore are
-    allowed, one of tied weights is enough, and a parameter made of several tensors has as many elements as they have together.
+    tensors: name -> shape, None for one that is not known yet. Tensors may be missing or unexpected if Transformers' class
+    allows it. One of several tied weights is enough. If a parameter is made of several tensors, their number of elements in all
+    must be that of the parameter.
     """
     names = TensorNames(model) if names is None else names
     loaded: dict[str, str] = {}

@@ -1,4 +1,5 @@
-"""Converts a quantized checkpoint to another tool's files, or lowbit's own, a layer at a time and without rounding a weight."""
+"""Converts a quantized checkpoint to another tool's files, or lowbit's own, one layer at a time. Weights are not rounded
+again."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def convert_checkpoint(
 
 
 class _Converter:
-    """Reads and writes every layer; after the first refusal, only collects further reasons."""
+    """Reads and writes every layer. After the first layer that the target cannot hold, it only collects further reasons."""
 
     def __init__(self, checkpoint: QuantizedCheckpoint, to: str, writer: CheckpointWriter, report: ConversionReport) -> None:
         self.checkpoint, self.reader, self.writer, self.report = checkpoint, checkpoint.reader, writer, report

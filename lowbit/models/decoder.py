@@ -32,8 +32,7 @@ class _Stop(Exception):
 class SharedInput:
     """Linear layers of one decoder layer that read the same tensor, in the order in which they run.
 
-    producer: the module whose output the tensor is, None if it is computed by other operations. Names are relative to the
-    layer.
+    producer: the module that returns this tensor; None if other operations compute it. Names are relative to the decoder layer.
     """
 
     linears: tuple[str, ...]
@@ -45,8 +44,8 @@ class LayerwiseDecoder:
 
     Computes on `device` in `dtype`. rotated_inputs: linear layers -> block size; their inputs are rotated in blocks of channels
     (`formats.rotate_blocks`), and their weights when read, so the model computes the same. Experts that the files hold one by
-    one are stacked as they are read. Raises CheckpointError for models without a list of decoder layers or that do not predict
-    the next token, and for other weights that Transformers splits or merges while loading.
+    one are stacked as they are read. Raises CheckpointError for models that have no list of decoder layers or do not predict
+    the next token, and for weights other than experts that Transformers splits or merges while loading.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class LayerwiseDecoder:
         return f"{self.name}.{i}"
 
     def weight(self, i: int, name: str) -> Tensor:
-        """Returns the weight [N, K] of a linear layer of loaded layer i, which may be changed in place."""
+        """Returns the weight [N, K] of a linear layer in the loaded decoder layer i. The caller may change it in place."""
         return self.layers[i].get_parameter(f"{name}.weight").data
 
     def file_name(self, parameter: str) -> str | None:
@@ -120,7 +119,8 @@ class LayerwiseDecoder:
     def _recorder(self, i: int, first: list[Tensor]) -> Callable[..., Tensor]:
         """Returns a replacement for the forward of layer i that records its arguments and the first layer's input.
 
-        Arguments are recorded for the first call of each batch size; they are equal for all, since texts have one length.
+        Arguments are recorded at the first call with each batch size. Later calls have the same ones, because all texts have
+        one length.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -153,7 +153,7 @@ class LayerwiseDecoder:
         _empty(self.layers[i], [n for n, _ in self.layers[i].named_parameters()])
 
     def drop(self, i: int, names: list[str]) -> None:
-        """Frees the memory of the parameters `names` of layer i, which `call` gets instead."""
+        """Frees the memory of the parameters `names` of layer i. Later calls of `call` have to pass these parameters."""
         _empty(self.layers[i], names)
 
     @torch.no_grad()
@@ -203,7 +203,8 @@ class LayerwiseDecoder:
         def record_output(name: str) -> Callable[..., None]:
             return lambda module, args, output: outputs.append((output, name)) if isinstance(output, Tensor) else None
 
-        # Before the rotation hooks: layers with equal rotations read the same tensor.
+        # Recorded before the rotation hooks run: after them each layer has its own rotated copy, and shared inputs could not
+        # be recognised.
         hooks = [layer.get_submodule(name).register_forward_pre_hook(record_input(name), prepend=True) for name in linears]
         leaves = [(n, m) for n, m in layer.named_modules() if n and next(m.parameters(recurse=False), None) is not None]
         hooks += [module.register_forward_hook(record_output(name)) for name, module in leaves]
@@ -246,9 +247,10 @@ class LayerwiseDecoder:
 
     @torch.no_grad()
     def observe_experts(self, i: int, hidden: list[Tensor], names: Sequence[str]) -> dict[str, RoutedInputs]:
-        """Runs layer i on all inputs and returns those of its expert layers `names` (names in the layer), with the routing.
+        """Runs layer i on all inputs and returns the inputs of its expert layers `names` (names in the layer), with the
+        router's choices.
 
-        A run stops at the last of them. Memory: their inputs, in the dtype of computing.
+        A run stops at the last of these expert layers. Their inputs are kept in memory, in the dtype of computing.
         """
         layer, calls = self.layers[i], {name: [] for name in names}  # type: ignore[var-annotated]
         pending: set[str] = set()
@@ -330,7 +332,7 @@ class LayerwiseDecoder:
     def backward(
         self, i: int, x: Tensor, output_gradient: Tensor, callbacks: Mapping[str, Callable[[Tensor, Tensor], None]]
     ) -> Tensor:
-        """Returns the gradient at the input x [1, T, hidden] of layer i, given that at its output.
+        """Returns the gradient at the input x [1, T, hidden] of layer i, given the gradient at its output.
 
         Calls the function of each linear layer in `callbacks` (names in the layer) with its input and its output gradient.
         """
@@ -382,7 +384,7 @@ class LayerwiseDecoder:
         return rotate_blocks(value.float(), block) if block and parameter.endswith(".weight") else value
 
     def _read_experts(self, parameter: str) -> Tensor:
-        """Returns a weight of experts that Transformers makes of several tensors, read one expert at a time."""
+        """Returns a weight of experts that Transformers combines from several tensors; reads one expert at a time."""
         read = ExpertReader(self.reader, self._expert_sources[parameter])
         first = read(0)
         value = first.new_empty((len(self.model.get_parameter(parameter)), *first.shape))

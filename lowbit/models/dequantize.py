@@ -38,7 +38,7 @@ def quantized_layers(model: nn.Module, ties: Mapping[str, str] | None = None) ->
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None, ties: Mapping[str, str] | None = None) -> nn.Module:
     """Replaces the quantized layers of a Transformers model by plain ones, one at a time, and returns the model.
 
-    Their weights, and parameters that had the model's dtype, get `dtype`, by default the model's. ties: as for
+    The new weights, and all parameters in the model's dtype, get `dtype`; None keeps the model's dtype. ties: as for
     `quantized_layers`. Raises UnsupportedProblem before any change, naming the layer, for weights that are split over devices.
     """
     own = getattr(model, "dtype", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The experts of a loaded decoder layer for `quantize.expert_layer`, and their quantized weights back in the layer."""
+"""Reads the experts of a loaded decoder layer for `quantize.expert_layer`, and writes their quantized weights back."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Names of experts in files and in Transformers' model, both ways.
+"""Maps the names of experts in files to parameters of Transformers' model, and back.
 
-A model holds the experts of a layer in two parameters, `gate_up_proj` [E, 2 I, K] and `down_proj` [E, K, I]. Files name most
-architectures' experts one by one. Transformers' mapping of names to parameters, which it has for every architecture, says which
-parameter a tensor belongs to and under which names a parameter is saved; tests compare both with files that Transformers
-writes. `models.experts` reads 16-bit weights.
+A model holds the experts of a layer in two parameters, `gate_up_proj` [E, 2 I, K] and `down_proj` [E, K, I]. For most
+architectures, files have tensors of single experts. Transformers has a mapping for every architecture, which states the
+parameter to which a tensor belongs, and the names under which a parameter is saved. Tests compare both with files that
+Transformers writes. `models.experts` reads 16-bit weights.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _EXPERT = re.compile(r".*\.(?P<expert>\d+)\.(?P<matrix>\w+)\.weight")
 class ExpertModule:
     """The experts of one layer in Transformers' model.
 
-    name: of the module. experts: E. alternating: rows of gate and up take turns, else those of the gate are first. transposed:
-    the parameters are [E, K, N]. gated: experts have a gate, else `up_proj` takes the place of `gate_up_proj`. biased: every
-    expert has biases.
+    name: the module's name. experts: E. alternating: rows of gate and up alternate; otherwise all rows of the gate come before
+    those of up. transposed: the parameters are [E, K, N]. gated: experts have a gate; otherwise they have `up_proj` instead of
+    `gate_up_proj`. biased: every expert has biases.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ExpertModule:
         return gate_first(value) if self._takes_turns(parameter) else value
 
     def stored(self, parameter: str, value: Tensor) -> Tensor:
-        """Returns [E, N, K], or [E, N], with all rows of the gate first as the parameter is stored; inverse of `canonical`."""
+        """Returns a parameter as the model stores it, given what `canonical` returns for it; the inverse of `canonical`."""
         value = alternating(value) if self._takes_turns(parameter) else value
         return value.transpose(1, 2).contiguous() if self.transposed and value.dim() == 3 else value
 

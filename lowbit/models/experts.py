@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExpertSource:
-    """The tensors in the files that are one parameter of experts.
+    """The tensors in the files that form one parameter of experts.
 
-    tensors: their names by the pattern of `converter` that they match, in order of the experts; without a converter the
-    parameter itself.
+    tensors: for each pattern of `converter`, the names that match it, in order of the experts. Without a converter, the one
+    name of the parameter in the files, under the pattern "".
     """
 
     parameter: str
@@ -55,8 +55,8 @@ class ExpertSource:
 def expert_sources(
     names: TensorNames, tensors: Iterable[str], weights: Mapping[str, tuple[int, int, int]]
 ) -> dict[str, ExpertSource]:
-    """Returns where the files hold the weights of experts (parameter -> (E, N, K)); without those of which tensors are missing,
-    and those that Transformers converts together with other parameters."""
+    """Returns the tensors in the files for each of `weights`, weights of experts (parameter -> (E, N, K)). Weights with missing
+    tensors, and those that Transformers converts together with other parameters, are left out."""
     sources: dict[str, ExpertSource] = {}
     for tensor in sorted(tensors, key=_in_numbers):
         converted = names.converter(tensor)
@@ -100,7 +100,7 @@ class ExpertReader:
         return self.reader.info(self.source.names[0]).dtype
 
     def _converted(self, groups: Mapping[str, list[str]]) -> Tensor:
-        """Returns the parameter that Transformers makes of tensors."""
+        """Returns the parameter that Transformers' operations compute from these tensors."""
         converter = copy.copy(self.source.converter)
         assert converter is not None
         values: dict[str, list[Tensor]] = {p: [self.reader.get(name) for name in group] for p, group in groups.items()}
@@ -123,7 +123,8 @@ def experts_per_token(config: Any) -> int:
 
 
 def expert_summary(experts: Iterable[tuple[int, int]], per_token: int) -> str:
-    """Returns a line on weights of experts, given as pairs of their number and their bytes: all bytes, and those of a token."""
+    """Returns a line on weights of experts with the bytes of all and the bytes that a token reads. experts: for each weight,
+    the number of experts and the bytes."""
     pairs = list(experts)
     total = sum(size for _, size in pairs)
     counts = sorted({count for count, _ in pairs})

@@ -1,7 +1,8 @@
 """Fuses the quantization of activations with the norm or gate that computes them.
 
-A QuantLinear with 8-bit activations quantizes its own input: three times for q, k and v, after a norm has stored it in 16 bits.
-A fused norm outputs the codes for all layers that read it, and the fused gate of an MLP those of `down_proj`.
+A QuantLinear with 8-bit activations quantizes its own input. The input of q, k and v is therefore quantized three times, after
+a norm has stored it in 16 bits. A fused norm returns codes for all layers that read it. The fused gate of an MLP returns the
+codes for `down_proj`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 of mlp. Derived classes may differ and are not fused."""
 
 _NORM_ERROR = 2.0**-7
-"""Largest relative difference between a norm and RMSNorm in float32; norms round to 16 bits, bf16 has 8."""
+"""Largest relative difference between a norm and RMSNorm in float32. Norms may round to bf16, whose precision is 8 bits."""
 
 
 def prepare_on_gpu(model: nn.Module) -> None:

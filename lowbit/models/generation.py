@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from lowbit.ops.sample import LEAST_TEMPERATURE
 
 LEAST_TOP_P = 1e-6
-"""Replaces top_p 0, which Transformers accepts: it keeps only the most likely token and tokens with equal probability."""
+"""Replaces a top_p of 0, which Transformers accepts. Only the most likely token, and tokens of equal probability, are kept."""
 
 
 def sampling_settings(stated: Mapping[str, object]) -> dict[str, float | int]:

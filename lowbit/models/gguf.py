@@ -1,8 +1,9 @@
 """Reads the layers of a GGUF file under Transformers' names.
 
 Transformers reads config and tokenizer (with the package gguf), `checkpoint.gguf` the blocks, unchanged. Only models of
-`_ARCHITECTURES` are converted, whose names and row order are known. Llama's q and k rows are interleaved in GGUF and in halves
-in Transformers; they are permuted. Experts are stacked: ffn_gate_exps and ffn_up_exps are [E, I, K], ffn_down_exps [E, K, I].
+`_ARCHITECTURES` are converted, whose names and row order are known. Llama's q and k have another order of rows in GGUF than in
+Transformers (`GgufLayerReader._rows`). Experts are stacked: ffn_gate_exps and ffn_up_exps are [E, I, K], ffn_down_exps
+[E, K, I].
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 @dataclass(frozen=True)
 class _Architecture:
-    """An architecture of llama.cpp: its names of the tensors of a layer and Transformers', and the tensors whose rows are in
-    another order. config: fields that replace those that Transformers reads, by the file's reader."""
+    """An architecture of llama.cpp. blocks: llama.cpp's name of a module in a layer -> Transformers' name. permuted: modules
+    whose rows are in another order. config: returns the fields that replace those that Transformers reads from the file."""
 
     blocks: Mapping[str, str] = dataclasses.field(default_factory=lambda: _DENSE)
     permuted: tuple[str, ...] = ()
@@ -126,7 +127,7 @@ class GgufLayerReader:
                 self.entries[new.removesuffix(".weight")] = entry
 
     def _add_experts(self, name: str) -> None:
-        """Adds the expert layer that a stacked tensor belongs to, once its three tensors are known to go together."""
+        """Adds the expert layer to which a stacked tensor belongs, after checking that the three tensors of the layer fit."""
         match = _BLOCK_NAME.fullmatch(name)
         if match is None or match[3] != "weight":
             raise CheckpointError(f"{self.path}: {name}: experts of the architecture {self.architecture} have no such tensor")
@@ -237,7 +238,8 @@ class GgufLayerReader:
     def _rows(self, name: str, n: int) -> Tensor | None:
         """Returns the GGUF row of each of Transformers' rows, int64 [n]; None if the order is the same.
 
-        GGUF interleaves the two halves that rotary embeddings pair.
+        Rotary embeddings pair row i of the first half of a head with row i of the second half. GGUF stores the two rows of a
+        pair next to each other.
         """
         parts = name.split(".")
         if len(parts) != 4 or parts[2] not in self._form.permuted:

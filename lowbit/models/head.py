@@ -1,6 +1,6 @@
 """Quantizes LM head and embedding of a quantized language model to 8 bits: the last 16-bit weights that a decode step reads.
 
-With 4-bit layers, the head of an 8B model is a fifth of all bytes per token; in 8 bits an eighth.
+With 4-bit layers, the 16-bit head of an 8B model is a fifth of all bytes that a decode step reads; an 8-bit head is an eighth.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ SCHEME = "w8a16"
 def quantize_head(model: PreTrainedModel, scheme: str = SCHEME) -> list[str]:
     """Quantizes LM head and embedding of a model whose linear layers are quantized, in place; returns the replaced names.
 
-    Rounds to nearest, by default with a scale per row. Returns [] if no layer is quantized or both are already. The head is
-    packed for the kernels and the embedding has the layout on disk: tied weights are stored in both.
+    Rounds to nearest, by default with a scale per row. Returns [] if no layer is quantized, or if head and embedding are
+    quantized already. The head is packed for the kernels, and the embedding has the layout on disk, so tied weights are in
+    memory twice.
     """
     owners, followers = plain_head(model)
     for name in owners:
@@ -33,8 +34,10 @@ def quantize_head(model: PreTrainedModel, scheme: str = SCHEME) -> list[str]:
 
 
 def plain_head(model: PreTrainedModel) -> tuple[list[str], dict[str, str]]:
-    """Returns which of embedding and LM head have 16-bit weights while other layers are quantized: modules with weights of
-    their own, and a module that shares them -> its owner. Both are empty if no layer is quantized."""
+    """Returns which of embedding and LM head have 16-bit weights in a model with quantized layers.
+
+    The list has the modules that own their weights. The dict maps a module that shares weights to their owner. Both are empty
+    if no layer is quantized."""
     if not any(isinstance(module, QuantLinear) for module in model.modules()):
         return [], {}
     names = {module: name for name, module in model.named_modules()}

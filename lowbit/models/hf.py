@@ -55,9 +55,9 @@ from lowbit.nn.parameters import PackedParameters
 
 METHOD = "lowbit"
 LOADING_OVERHEAD_BYTES = 100_000_000
-"""Maximum memory of quantizing while loading, or on disk, beyond the packed weights (on disk: one shard of these) and one layer
-in 16 bits. It covers float32 temporaries of `quantize.rtn`, Python's memory, and the codes of a layer of 20 million weights;
-larger layers add a byte per weight.
+"""Maximum memory that quantizing needs beyond the weights themselves. While loading, these are all packed weights and one layer
+in 16 bits; for a checkpoint on disk, one shard and one layer in 16 bits. The number covers float32 temporaries of
+`quantize.rtn`, Python's memory, and the codes of a layer of 20 million weights; larger layers add a byte per weight.
 """
 
 GPU_LOADING_OVERHEAD_BYTES = 256_000_000
@@ -74,9 +74,10 @@ class LowbitConfig(QuantizationConfigMixin):
 
     scheme: a scheme's name, such as "w4a16_g64" or "wf6af16". modules_to_not_convert: names or patterns to leave in 16 bits; by
     default the LM head (and embeddings, which take `embeddings=True`). search: "max" or "mse", see `lowbit.quantize.rtn`.
-    head: a scheme for LM head and embedding; overrides the former. batch_invariant: quantized layers give a
-    token the same bits in every batch, on a GPU; not saved. The other arguments are read from config.json; the checksums
-    `files` and `sha256` are dropped, since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
+    head: a scheme for LM head and embedding; overrides the arguments above for these two. batch_invariant: quantized layers
+    give a token the same bits in every batch, on a GPU; not saved. The other arguments are read from config.json. The checksums
+    `files` and `sha256` are dropped, because they belong to the files that were read. Raises ValueError for a scheme that does
+    not exist.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class LowbitConfig(QuantizationConfigMixin):
         return super().from_dict(dict(config_dict), return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields of config.json; the arguments of quantizing are dropped once there are layers."""
+        """Returns the fields of config.json. Those of a quantized model list its layers, not the arguments of quantizing."""
         out = {k: v for k, v in self.__dict__.items() if v is not None and k != "batch_invariant"}
         if self.layers is not None:
             out.pop("search"), out.pop("embeddings"), out.pop("head", None)
@@ -177,7 +178,7 @@ class LowbitQuantizer(HfQuantizer):
             return
         refuse(where, parallel_refusals(model, None))
         config = self.quantization_config
-        if config.layers is not None:  # codes of another tool's files (load_foreign)
+        if config.layers is not None:  # `load_foreign` passes layers that another tool has quantized
             _untie(model, config.layers)
             self.experts = {name for name, entry in config.layers.items() if len(entry["shape"]) == 3}
             self.layers = {**{name: name for name in config.layers if name not in self.experts}, **(config.tied or {})}
@@ -222,7 +223,7 @@ class LowbitQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         where = getattr(model, "name_or_path", "") or "the model"
-        self._refuse_disk(getattr(model, "hf_device_map", None))  # it may have been inferred by Transformers
+        self._refuse_disk(getattr(model, "hf_device_map", None))  # again, since Transformers may have inferred the device map
         refuse(where, tuple(self.failures[:3]))
         left = [name for name in self.layers if not isinstance(model.get_submodule(name), PackedWeight)]
         left += [name for name in self.experts if not is_set(model, name)]
@@ -251,8 +252,8 @@ class LowbitQuantizer(HfQuantizer):
             return model
         put_plain_weights_first(model)
         plan_on_cpu(model)
-        # Not at the first call, which torch.compile may trace, and not per loaded layer: Transformers reads the state dict
-        # before this, which would unpack all layers at once.
+        # Layers are packed here, not at the first call, which torch.compile may trace. If each layer were packed when it is
+        # loaded, all would be unpacked at once, because Transformers reads the state dict before this function is called.
         prepare_on_gpu(model)
         return model
 
@@ -270,7 +271,7 @@ class LowbitQuantizer(HfQuantizer):
 
         Layers may have been quantized, dequantized or merged with adapters since loading. The state dict is the model's own.
         """
-        if not getattr(model, "_hf_peft_config_loaded", False):  # else adapters alone are saved
+        if not getattr(model, "_hf_peft_config_loaded", False):  # with PEFT adapters, Transformers saves only these
             config = self.quantization_config
             entries, tied = quantized_layers(model, config.tied)
             config.layers = Manifest(parse_scheme(config.scheme), entries).to_dict()["layers"]
@@ -393,7 +394,7 @@ class _QuantizeOnLoad(ConversionOps):
         placeholder = model.get_submodule(name)
         try:
             q, dtype = self._quantized(name, weight), weight.dtype
-        except ValueError as error:  # raised after loading: raised here, Transformers would turn it into its own report
+        except ValueError as error:  # raised after loading, because here Transformers would turn it into its own report
             self.quantizer.failures.append(str(error))
             return {}
         input_dict.clear()  # Transformers has a reference too; without it only the codes stay in memory
@@ -460,8 +461,9 @@ class _QuantizeOnLoad(ConversionOps):
 def give_back_freed_memory() -> None:
     """Returns freed heap pages to the operating system with glibc; takes some milliseconds.
 
-    After freeing blocks of up to 32 MB, glibc allocates such sizes from the heap, where small allocations in between keep freed
-    pages: 30 to 100 of 180 MB after two decoder layers of 57 million weights (the model of tests/models/test_hf.py).
+    Once blocks of up to 32 MB have been freed, glibc allocates blocks of such sizes on the heap. Small allocations between them
+    then keep freed pages from being returned: 30 to 100 of 180 MB after two decoder layers of 57 million weights (the model of
+    tests/models/test_hf.py).
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -557,7 +559,8 @@ def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: s
 
 
 def _set_types(new: nn.Module, owner: str, types: Mapping[str, torch.dtype]) -> None:
-    """Gives the parameters of an empty module, except for a bias, the dtypes in the files, to which Transformers casts."""
+    """Gives the parameters of an empty module, except for a bias, the dtypes of their tensors in the files. Otherwise
+    Transformers would cast the tensors to the parameters' dtypes."""
     for suffix, parameter in list(new.named_parameters(recurse=False)):
         dtype = types.get(f"{owner}.{suffix}", parameter.dtype)
         if dtype != parameter.dtype and suffix != "bias":
@@ -624,8 +627,9 @@ def _retie(model: nn.Module, ties: dict[str, str]) -> None:
 def put_plain_weights_first(model: nn.Module) -> None:
     """Moves a module with plain weights before a quantized embedding in the order of submodules.
 
-    Transformers takes the dtype of the first floating-point parameter for the model's, also in config.json, and the scales of
-    an embedding have another. The order matters only in lists and sequences, which are not changed.
+    Transformers takes the dtype of the first floating-point parameter as that of the model, also in config.json. The scales of
+    a quantized embedding have another dtype. The order of submodules matters only in lists and sequences, which are not
+    changed.
     """
     first = next((name for name, p in model.named_parameters() if p.is_floating_point()), "")
     if not isinstance(model.get_submodule(first.rpartition(".")[0]), PackedParameters):
@@ -648,7 +652,8 @@ def _leave_as_loaded(model: nn.Module, layers: Iterable[str]) -> None:
     """Keeps Transformers from initialising the parents of these layers, whose weights all come from files.
 
     Some parents initialise the `weight` of their layers (T5's attention), which quantized ones lack. Modules with parameters or
-    buffers of their own are still initialised, and so is a model of another class than config.json's, whose files lack weights.
+    buffers of their own are still initialised. So is a model whose class is not the one of config.json, because the files lack
+    some of its weights.
     """
     for name in layers:
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -658,7 +663,7 @@ def _leave_as_loaded(model: nn.Module, layers: Iterable[str]) -> None:
 
 
 def _mark_loaded(module: nn.Module, parameters: bool = True) -> None:
-    """Keeps Transformers from initialising a module, and parameters of it that it did not load itself."""
+    """Keeps Transformers from initialising a module, and those of its parameters that have their values already."""
     module._is_hf_initialized = True  # type: ignore[assignment]
     for parameter in module.parameters(recurse=False) if parameters else ():
         if parameter.device.type != "meta":

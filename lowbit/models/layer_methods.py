@@ -28,8 +28,8 @@ class LayerResult:
     """The result of quantizing a decoder layer; names are relative to the layer.
 
     quantized: weights by the name of their linear layer. experts: the matrices of all experts by the name of their parameter,
-    with rows in its order. changed: other parameters, scaled, in the dtype of the files. notes: lines about layers that were
-    only rounded. error: of the layer's output before and after learning, if the method learns.
+    with the parameter's order of rows. changed: other parameters, scaled, in the dtype of the files. notes: lines about layers
+    that were only rounded. error: the error of the layer's output before and after learning, if the method learns.
     """
 
     quantized: dict[str, QuantTensor] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class LayerMethod(ABC):
     sequential: ClassVar[bool] = False
     """True: linear layers that share an input are quantized before the inputs of the next ones are observed."""
     reuses_statistics: ClassVar[bool] = False
-    """True: statistics of the unscaled layer serve, divided by the scales; else inputs are observed again after scaling."""
+    """True: after scaling, the statistics of the unscaled layer are divided by the scales. False: inputs are observed again."""
 
     def needs_statistics(self, schemes: Iterable[Scheme]) -> bool:
         """Returns True if layers of these schemes need statistics of their inputs."""

@@ -39,7 +39,7 @@ def load(
     progress: bool = False,
     batch_invariant: bool = False,
 ) -> PreTrainedModel:
-    """Returns the Transformers model in a folder, of a name on the hub (`sources.local_model`), or in a GGUF file.
+    """Returns the Transformers model of a folder, a name on the hub (`sources.local_model`), or a GGUF file.
 
     It has the class that config.json names and all weights on `device` ("cuda" if torch sees a GPU, else "cpu").
 
@@ -70,7 +70,7 @@ def load_causal(
     head: str | None = None,
     or_encoder_decoder: bool = False,
 ) -> PreTrainedModel:
-    """Loads a causal language model as `load`; raises CheckpointError for other architectures before any weights are read.
+    """Loads a causal language model as `load` does. Raises CheckpointError for other architectures before any weights are read.
 
     head: a scheme for LM head and embedding of a model whose layers are quantized, if these are in 16 bits (`models.head`).
     or_encoder_decoder: also accept models such as BART and T5, whose head is not quantized.
@@ -145,7 +145,7 @@ def _require_all(source: str | Path, model: PreTrainedModel, info: dict[str, Any
 def _cast(model: PreTrainedModel, read: torch.dtype, dtype: torch.dtype) -> None:
     """Casts parameters that are not quantized from the dtype in which they were read to `dtype`.
 
-    Scales and buffers keep theirs: rotary frequencies in 16 bits give wrong positions.
+    Scales and buffers keep their dtype. Among the buffers are rotary frequencies, which give wrong positions in 16 bits.
     """
     for module in model.modules():
         packed = isinstance(module, PackedParameters)
@@ -181,7 +181,8 @@ def verified_files(reader: CheckpointReader, *, progress: bool = False) -> tuple
 
 
 def check_checkpoint(source: str | Path | ResolvedSource) -> tuple[str, ...]:
-    """Reads a whole checkpoint and returns its errors: names, shapes and dtypes unlike config.json's model, numbers not finite.
+    """Reads a whole checkpoint and returns its errors: tensors that do not match the model of config.json, and numbers that are
+    not finite.
 
     For lowbit checkpoints, codes, zeros and scales are checked too; for other tools' checkpoints, everything that their reader
     checks. Raises CheckpointError for unreadable files, and for the first error of another tool's checkpoint.

@@ -1,7 +1,7 @@
-"""Loads another tool's quantized checkpoint into a model, layer by layer, without files in between.
+"""Loads another tool's quantized checkpoint into a model, layer by layer, without writing files.
 
-Transformers loads it as a model that is quantized while loading, with codes instead of 16-bit numbers for quantized layers. So
-devices, dtypes, names, ties and buffers are the same as for a lowbit checkpoint.
+Transformers loads the model as one that is quantized while loading, but gets codes instead of 16-bit numbers for quantized
+layers. Therefore devices, dtypes, names, ties and buffers are the same as for a lowbit checkpoint.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class _Loader:
         self.entries: dict[str, LayerEntry] = {}
 
     def expected(self) -> LowbitConfig:
-        """Returns the configuration for the quantizer, with the modules that get quantized weights but not yet their
-        schemes."""
+        """Returns the configuration for the quantizer. It lists the modules that get quantized weights, without their schemes,
+        which are known when the layers are read."""
         layers = {module: {"shape": list(self.reader.entries[name].shape)} for name, module in self.modules.items()}
         schemes = [scheme.name for name in self.modules if (scheme := self.reader.entries[name].scheme) is not None]
         tied = self.importer.tied(layers)

@@ -17,7 +17,7 @@ from lowbit.nn.convert import Kept, Plan
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """The parameters that a tensor of the files becomes, several if it is split, and the operations that convert it, if any."""
+    """The parameters into which a tensor of the files is loaded, several if it is split, and operations that convert it."""
 
     parameters: tuple[str, ...]
     operations: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class TensorNames:
         return name, pattern, self._by_pattern[pattern]
 
     def parameter(self, tensor: str) -> str | None:
-        """Returns the parameter or buffer that a tensor is without conversion; None if there is none."""
+        """Returns the parameter or buffer into which a tensor is loaded without conversion; None if there is none."""
         target = self.target(tensor)
         return None if target is None or target.operations else target.parameters[0]
 

@@ -41,22 +41,24 @@ from lowbit.nn.experts import PackedExperts, QuantExperts
 from lowbit.nn.linear import QuantLinear
 
 ROWS_ON_GPU = 34
-"""Rows of x, and tokens, on a GPU: as in the engine's comparison with the model (`engine.check`), so that no kernel is compiled
-for this."""
+"""Number of rows of x, and of tokens, on a GPU. The engine's comparison with the model (`engine.check`) has the same number, so
+no kernel is compiled for this check alone."""
 ROWS_AT_ONCE = 1024
-"""Rows of a weight that are in float32 at a time."""
+"""Number of rows of a weight that are in memory in float32 at a time."""
 LARGEST = {torch.float32: 0.0015, torch.float16: 0.012, torch.bfloat16: 0.012}
-"""Largest difference of a sum that rounding makes, relative to the outputs in it, by the dtype of x. Seen were 0.0007 and
-0.0071, over formats and layers of SmolLM2 and of random weights (two cores of a Xeon, torch 2.13, 2026-11-28, by
-a script that was not kept); torch's int4 product there rounds scales to bf16. Not measured on a GPU."""
+"""Largest relative difference of a sum (`checkpoint.numerics.difference`) that is attributed to rounding, by the dtype of x.
+Measured over formats and layers of SmolLM2 and of random weights were up to 0.0007 in float32 and 0.0071 in 16 bits (two cores
+of a Xeon, torch 2.13, 2026-11-28, by a script that was not kept); torch's int4 product there rounds scales to bf16. Not
+measured on a GPU."""
 LARGEST_WITH_QUANTIZED_X = 0.03
-"""The same where x is quantized to 8 bits after a rotation or a scaling, since codes next to a tie differ, and for fp8, whose
-products tensor cores add with fewer bits than float32 has."""
+"""The limit if x is quantized to 8 bits after a rotation or a scaling, because codes next to a tie may differ. It also holds
+for fp8, because tensor cores add fp8 products with fewer bits than float32 has."""
 LARGEST_OF_EXPERTS = (0.002, 0.06, 0.15)
-"""The same for a whole expert, whose gate makes differences larger: in float32, in 16 bits, and with quantized x."""
+"""The limits for a whole expert, whose gate makes differences larger: in float32, in 16 bits, and with quantized x."""
 LARGEST_OF_LOGITS = 0.25
 LARGEST_OF_LOGITS_WITH_QUANTIZED_X = 0.6
-"""Largest relative difference of the kept logits, from those of 16-bit activations; random weights amplify rounding most."""
+"""Limits of the relative difference of the stored logits (`compare_logits`), with 16-bit and with quantized activations. Models
+with random weights amplify rounding most."""
 
 
 class NumericsError(CheckpointError):
@@ -64,7 +66,7 @@ class NumericsError(CheckpointError):
 
 
 def amplitude(transform: InputTransform) -> float:
-    """Returns the magnitude of the inputs of a layer: 64 codes of a static activation scale, else 1."""
+    """Returns the magnitude of the inputs of a layer: 64 times its static activation scale, or 1 without one."""
     return 1.0 if transform.activation_scale is None else 64.0 * float(transform.activation_scale)
 
 
@@ -78,7 +80,8 @@ def expected(q: QuantTensor) -> Tensor:
 
 
 def _times(x: Tensor, w: QuantTensor | Tensor) -> Tensor:
-    """Returns x [.., K] times the weights [N, K] in float32, of which ROWS_AT_ONCE rows at a time are in memory so."""
+    """Returns x [.., K] times the weights [N, K], computed in float32. ROWS_AT_ONCE rows of the weights are converted at a
+    time."""
     n = w.shape[0]
     ranges = [(begin, min(begin + ROWS_AT_ONCE, n)) for begin in range(0, n, ROWS_AT_ONCE)]
     if isinstance(w, QuantTensor):
@@ -91,8 +94,8 @@ def record(
 ) -> Numerics:  # fmt: skip
     """Returns what the layers of the finished checkpoint in `folder` compute on `device`. Reads one layer at a time.
 
-    weight: returns the 16-bit weight [N, K] of a layer where its error can be stated, else None. say: gets a line if there are
-    no logits.
+    weight: returns the 16-bit weight [N, K] of a layer, or None if the layer's error cannot be computed from it. say: called
+    with a line if the logits cannot be computed.
     """
     layers: dict[str, LayerSums] = {}
     with CheckpointReader(folder) as reader:
@@ -118,10 +121,10 @@ def write(folder: Path, numerics: Numerics) -> None:
 
 
 def check(model: PreTrainedModel, folder: Path) -> str | None:
-    """Compares a model that was loaded from `folder` with what its checkpoint states. Returns a line that says what was
-    compared; None if the checkpoint states nothing.
+    """Compares a model that was loaded from `folder` with the record in its checkpoint. Returns a line that says what was
+    compared; None if the checkpoint has no record.
 
-    Raises NumericsError, with the names of the layers, where outputs differ by more than rounding.
+    Raises NumericsError, with the names of the layers, if outputs differ by more than rounding.
     """
     kept = read(folder)
     if kept is None:
@@ -138,11 +141,11 @@ def check(model: PreTrainedModel, folder: Path) -> str | None:
 def check_stacked(
     names: Sequence[str], product: nn.Module, k: int, dtype: torch.dtype, device: torch.device, folder: Path
 ) -> None:  # fmt: skip
-    """Compares a module that multiplies x [.., k] by the rows of several layers at once (`product(x, bias)`), as vLLM stacks q,
-    k and v, with what the checkpoint in `folder` states of each of the layers `names`, in order of their rows.
+    """Compares a module with stacked weights, such as q, k and v in vLLM, with the record of each layer in `folder`.
 
-    Raises NumericsError, with the name of a layer that differs by more than rounding. Nothing is compared if the checkpoint
-    does not state all of them.
+    names: the layers, in the order of their rows in the module. product: the module; `product(x, bias)` multiplies x [.., k] by
+    all rows. Raises NumericsError, with the name of a layer that differs by more than rounding. Nothing is compared if a layer
+    has no record.
     """
     kept = _read_once(folder)
     layers = None if kept is None else [kept.layers.get(name) for name in names]
@@ -160,8 +163,10 @@ def check_stacked(
 
 
 def check_outputs(outputs: Mapping[str, tuple[Tensor, QuantLinear]], kept: Numerics, folder: Path) -> None:
-    """Compares outputs y [rows, N] that several ranks have computed together, of each layer with this one's module, with what
-    the checkpoint in `folder` states. Raises NumericsError, with the names of layers that differ by more than rounding."""
+    """Compares outputs that several ranks have computed together with the record in `folder`.
+
+    outputs: for each layer y [rows, N] and this rank's module. Raises NumericsError, with the names of layers that differ by
+    more than rounding."""
     wrong = [line for name, (y, module) in outputs.items() for line in _wrong(name, y, kept.layers[name], [module])]
     _refuse(folder, wrong, len(outputs), next(iter(outputs.values()))[0].device)
 
@@ -175,7 +180,7 @@ Part = QuantLinear | PackedExperts
 
 
 def _wrong(name: str, y: Tensor, layer: LayerSums, parts: Sequence[Part]) -> list[str]:
-    """Returns what to say of a layer whose outputs y differ from the record by more than rounding, or []."""
+    """Returns a line for the message if the outputs y of a layer differ from the record by more than rounding, else []."""
     found, limit = difference(y, layer), _limit(parts, y.dtype, layer.experts)
     return [] if found <= limit else [f"{name} (by {found:.2g}, rounding makes up to {limit:.2g})"]
 
@@ -205,7 +210,7 @@ def _limit(parts: Sequence[Part], dtype: torch.dtype, experts: bool) -> float:
 
 @torch.no_grad()
 def _outputs(model: PreTrainedModel, kept: Numerics) -> Iterator[tuple[str, Tensor, LayerSums]]:
-    """Yields the name, the outputs and the record of each layer of a model that has one."""
+    """Yields name, outputs and record of each layer of a model that has a record."""
     rows = ROWS_ON_GPU if model.device.type == "cuda" else PROBES
     for name, module in model.named_modules():
         layer = kept.layers.get(name)
@@ -214,7 +219,7 @@ def _outputs(model: PreTrainedModel, kept: Numerics) -> Iterator[tuple[str, Tens
         if isinstance(module, QuantLinear):
             x = probes(module.in_features, amplitude(module.input_transform))
             x = x[torch.arange(rows) % PROBES].to(model.device, model.dtype)
-            # A bias of zeros, so that no other kernels are compiled than those with the layer's own.
+            # The same kernels are compiled for a bias of zeros as for the layer's own bias.
             yield name, module.multiply(x, None if module.bias is None else torch.zeros_like(module.bias)), layer
         elif isinstance(module, QuantExperts):
             size = amplitude(next(iter(module.packed().values())).input_transform)
@@ -222,20 +227,20 @@ def _outputs(model: PreTrainedModel, kept: Numerics) -> Iterator[tuple[str, Tens
 
 
 def launch_experts(model: PreTrainedModel) -> None:
-    """Multiplies as `check` does by all experts of a model, so that `lowbit compile` records the kernels."""
+    """Runs the products of `check` with all experts of a model, so that `lowbit compile` records their kernels."""
     for module in model.modules():
         if isinstance(module, QuantExperts):
             _expert_outputs(module, model.device, model.dtype, 1.0)
 
 
 def _expert_outputs(module: QuantExperts, device: torch.device, dtype: torch.dtype, size: float) -> Tensor:
-    """Returns the output [E, H] of each expert, row e of expert e, for one row of the inputs +-size."""
+    """Returns [E, H]: row e is the output of expert e for one row of the inputs +-size."""
     x, chosen = _expert_inputs(module, size)
     return module(x.to(device, dtype), chosen.to(device), torch.ones(chosen.shape, device=device, dtype=dtype))
 
 
 def _expert_inputs(module: QuantExperts, size: float) -> tuple[Tensor, Tensor]:
-    """Returns a row of the inputs +-size for each expert, and its number [E, 1]."""
+    """Returns a row of the inputs +-size for each expert, and the expert's index [E, 1]."""
     first, _ = module.packed().values()
     each = torch.arange(module.num_experts)
     return probes(first.shape[1], size)[each % PROBES], each[:, None]
@@ -260,7 +265,8 @@ def _of_experts(reader: CheckpointReader, device: torch.device) -> Iterator[tupl
 def _product(
     reader: CheckpointReader, name: str, stacked: ExpertTensor, module: QuantExperts, device: torch.device
 ) -> Callable[[int, Any], Tensor]:
-    """Returns the function that multiplies rows by the matrix of one expert, decoded for the call, as `expected` does."""
+    """Returns the function that multiplies rows by the matrix of one expert, computed as in `expected`. The matrix is
+    dequantized at each call."""
     biased = getattr(module, f"{name.rpartition('.')[2]}_bias") is not None
     bias = reader.get(f"{name}_bias").float() if biased else None
 
@@ -278,8 +284,9 @@ def _product(
 def _logits(
     reader: CheckpointReader, device: torch.device, say: Callable[[str], None]
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """Returns the largest logits of the tokens by dequantized weights in float32; None for models that are not decoders, and
-    for those with experts. A matrix at a time is in memory."""
+    """Returns the largest logits of each token, ids and values, computed in float32 from dequantized weights.
+
+    None for models that are not decoders, and for those with experts. One matrix at a time is in memory."""
     assert reader.manifest is not None
     if any(entry.experts for entry in reader.manifest.layers.values()):
         return None
@@ -292,7 +299,7 @@ def _logits(
             hidden = list(decoder.run(i, hidden))
             decoder.free(i)
         found = decoder.logits(hidden[0])[0].float().cpu().topk(KEPT_LOGITS)
-    except Exception as error:  # noqa: BLE001  # of any architecture: the checkpoint is complete without them
+    except Exception as error:  # noqa: BLE001  # of any architecture: the checkpoint is complete without logits
         say(f"{FILE} has no logits, since the model is not computed a layer at a time: {error}")
         return None
     return found.indices, found.values
@@ -313,8 +320,8 @@ def _stream(model: nn.Module, reader: CheckpointReader, device: torch.device) ->
 
 
 class _Streamed(nn.Module):
-    """A linear layer or an embedding that reads its weights from a checkpoint at each call: those of the quantized layer
-    `owner`, or else the tensor `plain`."""
+    """A linear layer or an embedding that reads its weights from a checkpoint at each call: the quantized layer `owner`, or the
+    tensor `plain` if `owner` is None."""
 
     bias: Tensor | None
 
@@ -338,13 +345,16 @@ class _Streamed(nn.Module):
 
 @torch.no_grad()
 def compare_logits(model: PreTrainedModel, kept: Numerics, folder: Path) -> str:
-    """Returns words for a sentence; raises NumericsError if the logits of the kept tokens differ by more than rounding."""
+    """Compares the logits of a model with the stored ones. Returns the words for `check`'s line, empty if none are stored.
+
+    Raises NumericsError if the logits differ by more than rounding."""
     if kept.logits is None:
         return ""
     ids, values = (t.to(model.device) for t in kept.logits)
     given = tokens(_vocabulary(model), max(len(ids), ROWS_ON_GPU if model.device.type == "cuda" else 0))
     found = model(input_ids=given[None].to(model.device), use_cache=False).logits[0, : len(ids)].float()
-    # Kept logits are each token's largest, of small spread: differences are relative to their distance from the mean.
+    # The stored logits of a token are its largest ones, so they are close to each other. Differences are therefore relative to
+    # their distance from the mean of all logits.
     spread = (values - found.mean(1, keepdim=True)).norm().clamp(min=1e-30)
     off = float((found.gather(1, ids) - values).norm() / spread)
     quantized = any(m.scheme.activation is not None for m in model.modules() if isinstance(m, QuantLinear))
@@ -363,7 +373,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 class _Dequantized(CheckpointReader):
-    """A lowbit checkpoint whose quantized layers have a weight each, as before quantization, which `_Streamed` reads."""
+    """A lowbit checkpoint presented as unquantized: each quantized layer has a `weight`, whose values `_Streamed` reads."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._layers: dict[str, LayerEntry] = {}  # read while the folder is opened

@@ -74,9 +74,10 @@ def quantize_checkpoint(
 
     mixed: a scheme for each unit of layers in the decoder. low_rank: the rank of a correction per linear layer
     (`quantize.lorc`), weighted by the inputs if the method observes them; 0 for none. wide_inputs: patterns of layers with
-    16-bit activations. rotation: a seed; rotates residual stream and heads first (`models.rotate`). rotate_inputs: patterns of
-    layers whose inputs are rotated at run time, in blocks of channels (`formats.rotate_blocks`). say: called with a line for
-    every choice; without it, warnings are Python's. Other arguments as for `lowbit.LowbitConfig`.
+    16-bit activations. rotation: a seed, with which residual stream and heads are rotated before they are quantized
+    (`models.rotate`). rotate_inputs: patterns of layers whose inputs are rotated at run time, in blocks of channels
+    (`formats.rotate_blocks`). say: called with a line for every choice; without it, warnings are issued as Python warnings.
+    Other arguments as for `lowbit.LowbitConfig`.
 
     `target` is written atomically. Returns the plan: the layers that were quantized and those that were not. Raises
     CheckpointError for files that cannot be read or written, and ValueError for unusable schemes, weights, texts, patterns and
@@ -123,7 +124,7 @@ def quantize_checkpoint(
         of_experts = {tensor: name for name, source in experts.items() for tensor in source.names}
         for tensor in Progress(reader.names(), desc=f"{scheme}", unit="tensors", shown=progress):
             module = of_experts.get(tensor, modules.get(tensor))
-            if module in entries:  # all experts are written at the first tensor of them
+            if module in entries:  # an earlier tensor of the same experts has written all of them
                 continue
             if module in plan.layers:
                 q = weights.experts(module) if module in plan.experts else weights.quantized(tensor, module)
@@ -208,7 +209,8 @@ class _OutputTensors:
     def calibrate(
         self, target: Path, calibration: Calibration, needed_bytes: int, say: Callable[[str], None], progress: bool
     ) -> None:
-        """Quantizes the decoder's layers that are not finished yet; the output will take `needed_bytes` more on disk."""
+        """Quantizes the decoder's layers that are not finished yet. `needed_bytes` of the output, beside those of the finished
+        layers, must fit on the disk."""
         decoder = self._decoder()
         tokens = calibration.tokens(self.reader.folder)
         weights = [n * k for name, (n, k) in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
@@ -278,7 +280,7 @@ class _OutputTensors:
         return require_finite_tensor(info.file, tensor, value.to(info.dtype))
 
     def plain_weight(self, name: str) -> Tensor | None:
-        """Returns the 16-bit weight of a layer, or None if the method moved a range between it and its inputs."""
+        """Returns the 16-bit weight of a layer, or None if the method scaled its input channels and has changed it."""
         moved = isinstance(self.method, (Awq, SmoothQuant)) or getattr(self.method, "smooth", None) is not None
         tensor = None if moved else self._sources.get(name)
         return None if tensor is None else self.reader.get(tensor)
@@ -374,8 +376,7 @@ def _wide(plan: Plan, patterns: Iterable[str], mixed: Mixed | None) -> dict[str,
 
 
 def _rotated(plan: Plan, patterns: Iterable[str]) -> dict[str, int]:
-    """Returns the linear layers and weights of experts that match a pattern -> channels per block of the rotation of their
-    inputs.
+    """Returns the block size of the input rotation for each linear layer, and each weight of experts, that matches a pattern.
 
     Blocks have 64 channels if that divides K, else 16, so that groups of a multiple of 64 contain whole blocks.
     """

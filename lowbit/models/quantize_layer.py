@@ -20,9 +20,9 @@ from lowbit.quantize.rtn import rtn
 
 
 class LayerQuantizer:
-    """Quantizes the loaded layers of `decoder` one after the other by `method`, with a correction of rank `low_rank` per weight
-    of a linear layer unless that is 0. Afterwards a layer computes with its dequantized weights, so its outputs are the inputs
-    of the next layer in the quantized model.
+    """Quantizes the loaded layers of `decoder` one after the other by `method`. Each weight of a linear layer gets a correction
+    of rank `low_rank`, unless that is 0. Afterwards a layer computes with its dequantized weights, so that its outputs are the
+    inputs of the next layer in the quantized model.
 
     expert_rotations: weights of experts (full names of parameters) -> block size of the rotation of their input."""
 
@@ -37,8 +37,8 @@ class LayerQuantizer:
     def quantize(
         self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], expected: list[Tensor] | None = None
     ) -> LayerResult:
-        """Quantizes the linear layers and weights of experts named in `schemes` (names relative to the layer) of layer i, in
-        place; the experts last, with the inputs that the quantized linear layers give them.
+        """Quantizes the linear layers and weights of experts of layer i that `schemes` names (relative to the layer), in place.
+        Experts come last, so that their inputs are computed by the quantized linear layers.
 
         hidden: the inputs of the layer. expected: the outputs of the float model, for a method that learns.
         """

@@ -28,8 +28,8 @@ _PAIRS = (("v_proj", "o_proj"), ("v_proj", "out_proj"), ("up_proj", "down_proj")
 class ScaledInputs:
     """The outcome of scaling a decoder layer; keys are names relative to it.
 
-    statistics: of the scaled inputs. pre_quant_scales: of layers whose scale no module took up. changed: parameters of
-    producers that took up a scale, in the dtype of the files.
+    statistics: of the scaled inputs. pre_quant_scales: factors of x for layers whose scale could not be folded into a producer.
+    changed: the changed parameters of producers with a folded scale, in the dtype of the files.
     """
 
     statistics: dict[str, InputStatistics]
@@ -56,7 +56,7 @@ class ScaleFolder:
         layer = self.decoder.layers[i]
         sample = SAMPLE_ROWS if isinstance(method, SmoothQuant) and method.alpha is None else 0
         out = ScaledInputs(observe_inputs(self.decoder, i, hidden, inputs, sample=sample), {}, {})
-        # SmoothQuant gains nothing for inputs that stay in 16 bits beside others that do not.
+        # If some layers quantize activations, SmoothQuant gains nothing for inputs that all layers read in 16 bits.
         activations = isinstance(method, SmoothQuant) and any(scheme.activation is not None for scheme in schemes.values())
         for each, fold in zip(inputs, self.find_folds(i, hidden[0], inputs), strict=True):
             own = [schemes[name] for name in each.linears]
@@ -86,7 +86,7 @@ class ScaleFolder:
         return {f"{fold.producer}.{n}": getattr(module, n).detach().to(types[n]) for n in plain}
 
     def find_folds(self, i: int, hidden: Tensor, inputs: Sequence[SharedInput]) -> list[Fold | None]:
-        """Returns for each input the module that can take up its scale, verified by running the layer, or None.
+        """Returns for each input the module into which its scale can be folded, verified by running the layer, or None.
 
         Layers with the same modules, shapes and rotations share the result.
         """

@@ -37,9 +37,9 @@ def measure_sensitivity(
     """Returns the cost of each of `schemes` for each unit of `linears` (full names), see `quantize.mixed`.
 
     A unit consists of the layers that read one input, which serving engines fuse. Evenly spaced texts of `tokens` [S, T] are
-    used, about `TOKENS` tokens. The inputs of every layer are written to the folder `scratch` for the backward pass. Memory:
-    the embedding, the LM head with the logits of one text, or one decoder layer and as much again for the Fisher information of
-    its weights, and the activations of these texts twice.
+    used, about `TOKENS` tokens. The inputs of every layer are written to the folder `scratch` for the backward pass. Peak
+    memory: the activations of these texts twice, and the largest of three: the embedding, the LM head with the logits of one
+    text, and one decoder layer with the Fisher information of its weights, which is as large.
     """
     count = max(1, min(len(tokens), TOKENS // tokens.shape[1]))
     texts = tokens[torch.linspace(0, len(tokens) - 1, count).round().long()]

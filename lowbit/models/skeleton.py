@@ -51,7 +51,7 @@ EXPERTS = ("eager", "batched_mm", "grouped_mm")
 PANIC = "PanicException"
 """The name of the BaseException that a panic of a Rust library raises; no module exports the class."""
 MAX_LAYERS = 1000
-"""Maximum number of layers; building the modules of one damaged number would take minutes."""
+"""Maximum number of layers. With a damaged, larger number, building the modules would take minutes."""
 MAX_POSITIONS = 1 << 27
 """Maximum number of positions; larger tables would take gigabytes."""
 _POSITIONS = re.compile(r"(^|[._])(max_position_embeddings|n_positions|max_sequence_length|max_seq_len|n_ctx)$")
@@ -107,7 +107,8 @@ def skeleton(source: str | Path) -> PreTrainedModel:
 
 
 def config_as_read(reader: CheckpointReader) -> PreTrainedConfig:
-    """Returns the configuration of the model of `reader`, with its tie_word_embeddings."""
+    """Returns the configuration of the model of `reader`. tie_word_embeddings is taken from `reader.config`, since a rotated
+    reader unties the LM head."""
     config = config_of(reader.folder)
     if "tie_word_embeddings" in reader.config:
         config.tie_word_embeddings = reader.config["tie_word_embeddings"]

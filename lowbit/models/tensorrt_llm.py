@@ -258,7 +258,7 @@ def refusals(name: str, q: QuantTensor) -> tuple[str, ...]:
 def fused_layer(parts: list[QuantTensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns the tensors of a TensorRT-LLM layer by suffix, concatenated from `parts` along N.
 
-    Without a pre_quant_scale the prequant_scaling_factor is ones of `dtype`, the model's.
+    Without a pre_quant_scale, prequant_scaling_factor is a tensor of ones in `dtype`, the model's dtype.
     """
     codes, factor = torch.cat([q.codes for q in parts]), parts[0].input_transform.pre_quant_scale
     factor = torch.ones(codes.shape[1], dtype=dtype) if factor is None else factor

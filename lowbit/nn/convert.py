@@ -37,10 +37,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Plan:
-    """The modules that get quantized weights: `linears` and `embeddings` by name, `tied` (name -> name of the module whose
-    weights it shares, which is among the other two), and `kept` with reasons. `experts` has the weights of experts, by the name
-    of the parameter (`model.layers.0.mlp.experts.gate_up_proj`), as (E, N, K). `others` has the modules and weights whose
-    scheme differs from `scheme`."""
+    """The modules that a conversion quantizes or keeps.
+
+    `linears` and `embeddings` have (N, K) by module name. `experts` has (E, N, K) of the weights of experts, by the name of the
+    parameter (`model.layers.0.mlp.experts.gate_up_proj`). `tied` maps a module to the linear layer or embedding whose weights
+    it shares. `kept` has the other modules, with reasons. `others` has the scheme of each module or parameter whose scheme
+    differs from `scheme`.
+    """
 
     scheme: Scheme
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -66,11 +69,12 @@ class Plan:
         return [*self.linears.values(), *((n, k) for count, n, k in self.experts.values() for _ in range(count))]
 
     def scheme_of(self, name: str) -> Scheme:
-        """The scheme of a module or of weights of experts."""
+        """The scheme of a module, or of the weights of experts, by name."""
         return self.others.get(name, self.scheme)
 
     def lines(self) -> list[str]:
-        """The report: a line for each scheme, for the experts, and for all modules that stay as they are for one reason."""
+        """Returns the report: lines on each scheme, the experts, tied modules and slow layers. Modules of one class that are
+        kept for one reason share a line."""
         modules: dict[Scheme, list[str]] = {}
         for name in self.layers:
             modules.setdefault(self.scheme_of(name), []).append(name)
@@ -97,7 +101,8 @@ class Plan:
 
 
 def expert_lines(experts: Mapping[str, tuple[int, int, int]]) -> list[str]:
-    """Lines of the report on the weights of experts: one for each name without the number of its layer, and shape."""
+    """Report lines on expert weights. Weights whose names differ only in the layer number, and whose shapes agree, share a
+    line."""
     alike: dict[tuple[str, tuple[int, int, int]], list[str]] = {}
     for name, shape in experts.items():
         alike.setdefault((re.sub(r"\.\d+\.", ".*.", name), shape), []).append(name)
@@ -137,8 +142,8 @@ def plan_conversion(
 
     `skip` holds module names or patterns (`lm_head`, `*.mlp.gate`, `model.layers.0.*`; a plain name also matches as the
     last part of one); None skips `lm_head`, or nothing with `embeddings=True`, which quantizes the embedding and the LM
-    head as well. Modules that share one weight tensor are found by identity; `tied` adds ties that do not exist yet, module
-    name -> name of the owner.
+    head as well. Modules that share one weight tensor are recognised by the tensor's identity. `tied` adds modules that do not
+    share it yet (module name -> name of the module that owns the weights).
     """
     scheme = parse_scheme(scheme)
     plan = Plan(scheme)
@@ -183,7 +188,8 @@ _ROUTER = "a router, which chooses experts, is not quantized"
 
 
 def _linear_routers(model: nn.Module) -> set[str]:
-    """Returns the linear layers that are routers: called so, beside a module of experts, with an output for each of them."""
+    """Returns the names of linear layers that are routers. Their name says so (router, gate or wg), they are in the parent of a
+    module of experts, and they have one output for each expert."""
     routers = set()
     for name, module in model.named_modules():
         experts = module.weights if isinstance(module, QuantExperts) else expert_weights(module)
@@ -258,7 +264,7 @@ def convert(
     dtypes = {model.get_parameter(f"{name}.weight").dtype for name in plan.linears}
     dtypes |= {model.get_parameter(name).dtype for name in plan.experts}
     for experts in {name.rpartition(".")[0]: None for name in plan.experts}:
-        original = model.get_submodule(experts)  # until both of its weights are quantized
+        original = model.get_submodule(experts)  # a reference, since the first `swap_experts` replaces the module
         for name in (name for name in plan.experts if name.rpartition(".")[0] == experts):
             weight = expert_matrices(original, name.rpartition(".")[2])
             swap_experts(model, name, quantized_experts(name, len(weight), weight.__getitem__, plan.scheme, rounding(search)))
@@ -293,7 +299,7 @@ def rounding(search: Search = "max", stored: torch.dtype | None = None) -> Round
 def quantized_experts(
     name: str, count: int, weight: Callable[[int], Tensor], scheme: Scheme, quantize: Rounding,
 ) -> ExpertTensor:  # fmt: skip
-    """Returns the weights of `count` experts, of which `weight` returns the matrix [N, K] of one; errors name the expert."""
+    """Returns the quantized weights of `count` experts. `weight(e)` returns the matrix [N, K] of expert e; errors name it."""
 
     def of_expert(e: int, scale_type: torch.dtype | None) -> QuantTensor:
         try:
@@ -305,7 +311,7 @@ def quantized_experts(
 
 
 def expert_matrices(experts: nn.Module, part: str) -> Tensor:
-    """Returns the weights `part` of a module of experts, not quantized, as matrices [E, N, K]."""
+    """Returns the unquantized weights `part` ("gate_up_proj", ..) of a module of experts as matrices [E, N, K]."""
     found = expert_weights(experts)
     assert found is not None
     return found.matrices(experts.get_parameter(part).detach())
@@ -323,13 +329,15 @@ def swap_experts(model: nn.Module, name: str, q: ExpertTensor) -> PackedExperts:
 def empty_experts(
     model: nn.Module, name: str, count: int, shape: tuple[int, int], scheme: Scheme, input_parts: InputParts = NO_PARTS
 ) -> PackedExperts:
-    """`swap_experts` with weights on the meta device, of this scheme and with these parts of an input transform."""
+    """Does what `swap_experts` does, with empty weights (on the meta device) of this scheme and these parts of an input
+    transform."""
     empty = PackedExperts(count, shape, scheme, "meta", input_parts=input_parts)
     return _quant_experts(model, name, scheme).set_weights(name.rpartition(".")[2], empty)
 
 
 def _quant_experts(model: nn.Module, name: str, scheme: Scheme) -> QuantExperts:
-    """Returns the module of the experts that have the weights `name`; a plain one is replaced by an empty `QuantExperts`."""
+    """Returns the `QuantExperts` that has the weights `name`. A module that is not quantized yet is replaced by an empty one
+    first."""
     experts = name.rpartition(".")[0]
     module = model.get_submodule(experts)
     if isinstance(module, QuantExperts):

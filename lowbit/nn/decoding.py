@@ -21,13 +21,11 @@ SHARE = 0.5
 
 def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | None = None) -> list[str]:
     """Lets quantized linear layers and experts on a CPU dequantize their weights once, at the first call with x of `dtype`, if
-    all fit.
+    there is enough memory for all of them.
 
-    Returns a line for each form in which the layers will run.
-
-    They fit if dequantized weights and all parameters take at most `SHARE` of `memory_bytes`. The default is the machine's
-    total memory, not its free memory, so that a model always runs in the same way. If the memory is unknown, nothing is
-    dequantized.
+    There is enough if dequantized weights and all parameters take at most `SHARE` of `memory_bytes`. The default is the
+    machine's total memory, not its free memory, so that a model always runs in the same way. If the memory is unknown, nothing
+    is dequantized. Returns a line for each form in which the layers will run.
     """
     kinds = (QuantLinear, PackedExperts)
     layers = [m for m in model.modules() if isinstance(m, kinds) and m.weight_scale.device.type == "cpu"]

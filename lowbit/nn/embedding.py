@@ -10,7 +10,7 @@ from lowbit.nn.packed import PackedWeight
 
 
 class QuantEmbedding(PackedWeight):
-    """Rows [.., embedding_dim] of a packed matrix [num_embeddings, embedding_dim] for token ids [..].
+    """An embedding with a packed matrix [num_embeddings, embedding_dim]: token ids [..] give rows [.., embedding_dim].
 
     `dtype` is the dtype of the returned rows. Only the rows of the token ids are dequantized. Raises ValueError for schemes
     with scales per tensor or per block, and for weights with an input transform or a low-rank correction, since an embedding

@@ -43,13 +43,13 @@ _SECOND = "down_proj"
 
 
 class PackedExperts(PackedParameters):
-    """One of the two matrices [N, K] of all E experts of a layer, with the parameters of `PackedParameters`.
+    """One of the two matrices [N, K] of a layer's experts, for all E experts, with the parameters of `PackedParameters`.
 
-    The input transform is shared by the experts. The first product packs the matrices for the device: on a CPU each in the form
-    that `QuantLinear` has there; on a GPU all in one `pack.expert.ExpertWeight`, or with 8-bit activations in one
-    `pack.expert_operand.ExpertOperandWeight`; matrices that these forms do not hold stay in the form on disk. row_order: int64
-    [N], row i of an `ExpertWeight` is row row_order[i] of the matrix; None for the matrix's own order, which an
-    `ExpertOperandWeight` always has.
+    The experts share the input transform. The first product packs the matrices for the device. On a CPU each matrix gets the
+    form that `QuantLinear` has there. On a GPU all get one `pack.expert.ExpertWeight`, or with 8-bit activations one
+    `pack.expert_operand.ExpertOperandWeight`. Matrices that these forms do not support stay in the form on disk. row_order:
+    int64 [N]; row i of an `ExpertWeight` is row row_order[i] of the matrix. None keeps the matrix's own order, as an
+    `ExpertOperandWeight` always does.
     """
 
     kernel_codes: Tensor | None
@@ -143,12 +143,12 @@ class PackedExperts(PackedParameters):
         )  # fmt: skip
 
     def clear_refusals(self) -> None:
-        """Has the next product check that the weights are in the form for its x, after a change of the module."""
+        """Makes the next product check again whether the packed form suits its x. Needed after a change of the module."""
         self._packed_for = None
 
     def forms_for(self, dtype: torch.dtype) -> Any:
-        """The weights in the form in which x of `dtype` is multiplied by them: one weight of all experts, or a list with a
-        matrix for each. The first call packs them. Raises UnsupportedProblem for weights that Accelerate has offloaded."""
+        """Returns the weights in the form for products with x of `dtype`: one weight of all experts, or a list with a matrix
+        for each expert. The first call packs them. Raises UnsupportedProblem for weights that Accelerate has offloaded."""
         if self.is_prepared and self._packed_for != dtype and not self._fits(dtype):
             self.restore()
         if not self.is_prepared:
@@ -165,7 +165,7 @@ class PackedExperts(PackedParameters):
         return self._rows
 
     def multiply(self, e: int, x: Input, bias: Tensor | None = None) -> Tensor:
-        """y [M, N] = x [M, K], transformed already, times the matrix of expert `e`, plus bias [N]."""
+        """Returns y [M, N] = x [M, K] times the matrix of expert `e`, plus bias [N]. x has the input transform applied."""
         form = self.forms_for(x.dtype)
         if isinstance(form, list):
             return gemm(x, form[e], bias)
@@ -175,7 +175,7 @@ class PackedExperts(PackedParameters):
         return y if bias is None else y + bias.to(y.dtype)
 
     def _stacked_weight(self) -> Any:
-        """The weight of all experts with the buffers as its tensors."""
+        """The weight of all experts, with this module's buffers as its tensors."""
         assert self._stacked is not None
         return replace(self._stacked, **{name: getattr(self, f"kernel_{name}") for name in self._stacked.NAMES})  # type: ignore[type-var]
 
@@ -226,7 +226,7 @@ class PackedExperts(PackedParameters):
                 raise AssertionError("all experts are one weight")
 
     def _packed_codes(self) -> Tensor:
-        """The codes in the form on disk, packed again where only the kernels' form is in memory."""
+        """The codes in the form on disk; packs them again if only the kernels' form is in memory."""
         if self.weight_packed.numel() or not self.is_prepared:
             return self.weight_packed.data
         packed = torch.empty(self._stored_shape, dtype=torch.uint8, device=self.weight_scale.device)
@@ -284,7 +284,7 @@ class PackedExperts(PackedParameters):
             destination[f"{prefix}weight_packed"] = packed if keep_vars else packed.detach()
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments, **options):  # type: ignore[no-untyped-def]
-        """Loads the form on disk, which the next product packs again; scales take the types of the loaded tensors."""
+        """Loads the form on disk; the next product packs it for kernels again. Scales take the dtypes of the loaded tensors."""
         with torch.inference_mode(False), torch.no_grad():
             self.restore()
             self._adopt_types(state_dict, prefix)
@@ -316,7 +316,8 @@ class _Matrices(Sequence[QuantTensor]):
 
 @dataclass(frozen=True)
 class GateRule:
-    """The function of the first product's rows: one that a product's epilogue has, or "none" for any other.
+    """How a model combines gate and up, the outputs of the experts' first product. `kind` names a function that an epilogue can
+    compute; "none" is any other function.
 
     interleaved: rows of gate and up alternate in the model's matrix, instead of all rows of gate before those of up.
     """
@@ -325,9 +326,9 @@ class GateRule:
     interleaved: bool = False
 
     def rows(self, n: int) -> Tensor | None:
-        """Returns the order of the N rows of gate and up in which a product with this epilogue has them: 8 of gate, 8 of up.
+        """Returns the order of the N rows that an epilogue with this gate needs: 8 rows of gate alternate with 8 of up.
 
-        None if the rows keep their order, since the epilogue has no gate or `n` is no multiple of 16."""
+        None if the rows keep their order, because no epilogue has this gate or `n` is no multiple of 16."""
         if self.kind == "none" or n % (2 * HALF):
             return None
         numbers = torch.arange(n, device="cpu")
@@ -354,7 +355,8 @@ _GATES: dict[Gate, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def gate_rule(apply_gate: Callable[[Tensor], Tensor]) -> GateRule:
-    """Finds which function a model's gate is, by its values: names of classes and options differ from model to model."""
+    """Returns the rule of a model's gate. It is recognised by the values that `apply_gate` computes, because names of classes
+    and options differ from model to model."""
     values = (torch.linspace(-12, 12, 25, device="cpu"), torch.linspace(-9, 9, 19, device="cpu"))
     gate, up = (t.flatten() for t in torch.meshgrid(*values, indexing="ij"))
     for interleaved in (False, True):
@@ -424,12 +426,12 @@ def expert_refusals(module: nn.Module, weights: ExpertWeights) -> tuple[str, ...
 
 
 class QuantExperts(nn.Module):
-    """Quantized experts with the interface of Transformers' experts: y [T, H] of hidden states [T, H], the numbers of the
-    experts of each token [T, top_k] and their weights [T, top_k].
+    """Quantized experts with the interface of Transformers' experts. The inputs are hidden states [T, H], the indices of each
+    token's experts [T, top_k] and the router's weights of these experts [T, top_k]; the output is y [T, H].
 
-    The parameters of the original module become submodules of the same names (`PackedExperts`); its biases stay parameters. The
-    router is not part of it. Gradients reach the hidden states, the router's weights and the biases, never the packed weights:
-    backward dequantizes the matrix of one expert at a time.
+    The weights of the original module become submodules of the same names (`PackedExperts`); its biases stay parameters. The
+    router is not part of the module. Gradients reach the hidden states, the router's weights and the biases, never the packed
+    weights. For the gradient, backward dequantizes the matrix of one expert at a time.
     """
 
     def __init__(self, original: nn.Module, packed: Mapping[str, PackedExperts]) -> None:
@@ -441,7 +443,7 @@ class QuantExperts(nn.Module):
         for name in (weights.first, weights.second):
             self.add_module(name, packed[name])
             self.register_parameter(f"{name}_bias", getattr(original, f"{name}_bias", None))
-        # The class of the original has the gate, and `dequantized` restores it. A tuple, so that it is no submodule.
+        # The original computes the gate, and `dequantized` returns a module of its class. Inside a tuple it is no submodule.
         self._original = (_without_weights(original),)
         self.gate = gate_rule(self._apply_gate) if weights.first == "gate_up_proj" else GateRule("none")
         packed[weights.first].row_order = self.gate.rows(packed[weights.first].shape[0])
@@ -466,14 +468,14 @@ class QuantExperts(nn.Module):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, routing: Routing | None = None
     ) -> Tensor:
-        """y of the hidden states [.., H]; routing: of these experts and weights, if `ops.route` has made it on a GPU."""
+        """Returns y [.., H]. routing: what `ops.route` returned on a GPU for these experts and weights, if it was called."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         first, second = self.packed().values()
         biases = self._biases()
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, top_k_weights, *biases)):
             return self._differentiable(x, top_k_index, top_k_weights).reshape(hidden_states.shape)
         up, down = first.forms_for(x.dtype), second.forms_for(x.dtype)
-        if isinstance(up, list) != isinstance(down, list):  # schemes with 16-bit and with 8-bit activations
+        if isinstance(up, list) != isinstance(down, list):  # the kernels of experts take only one of the two matrices
             products = [_with_bias(part, bias) for part, bias in zip((first, second), biases, strict=True)]
             y = self.one_by_one(first.transformed(x), top_k_index, top_k_weights, products, second.transformed)
             return y.reshape(hidden_states.shape)
@@ -500,7 +502,7 @@ class QuantExperts(nn.Module):
         return getattr(self, f"{self.weights.first}_bias"), getattr(self, f"{self.weights.second}_bias")
 
     def _apply_gate(self, y: Tensor) -> Tensor:
-        """The original's function of the rows of its first product."""
+        """Applies the original's gate or activation function to the outputs of the first product."""
         original: Any = self.original
         gated: Tensor = original._apply_gate(y) if self.weights.first == "gate_up_proj" else original.act_fn(y)
         return gated
@@ -514,8 +516,9 @@ class QuantExperts(nn.Module):
         self, x: Input, experts: Tensor, weights: Tensor, products: Sequence[Multiply],
         inner: Callable[[Tensor], Input] | None = None,
     ) -> Tensor:  # fmt: skip
-        """y [T, H] as `forward`, one expert after another. products: functions of an expert's number and rows, the first and
-        the second product with their biases. inner: what is done to the rows between them, after the gate."""
+        """Returns y [T, H] as `forward` does, computed one expert after another. products: the first and the second product
+        with their biases, as functions of an expert's index and its rows. inner: applied to the rows after the gate, before
+        the second product."""
         first, second = products
         return multiply_experts(x, experts, weights, self.num_experts, first, self._apply_gate, second, inner=inner)
 

@@ -16,12 +16,12 @@ from lowbit.pack.gated import HALF, alternate, pack_gated
 
 
 class QuantizingNorm(nn.Module):
-    """RMSNorm that returns quantized `Activations` for layers that quantize like `reader`, one of them, in one pass over
-    memory.
+    """RMSNorm that returns quantized `Activations`, computed in one pass over memory. All layers that read them quantize x in
+    the same way; `reader` is one of these layers.
 
     `norm` is the replaced module, with `weight` [K]. The result is computed in float32 and not rounded to x's dtype before
-    rotation and quantization. A separate norm rounds once or twice, so codes next to a tie may differ by one. Under another
-    tool's rule, which quantizes the rounded x, `norm` computes x, and x is quantized once for all layers.
+    rotation and quantization. A separate norm rounds once or twice, so codes next to a tie may differ by one. If the scheme has
+    another tool's rule, which rounds x before it is quantized, `norm` computes x, and x is quantized once for all layers.
     """
 
     def __init__(self, norm: nn.Module, eps: float, reader: QuantLinear) -> None:
@@ -47,9 +47,10 @@ class QuantizingNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) with x quantized once for gate and up. One pass computes silu, the product and the
-    quantization for `down_proj`: in float32, as in `QuantizingNorm`, or rounded to x's dtype before by another tool's rule. x
-    is a tensor [.., K] or `Activations`. `replaced` is the module that this one replaces (`restored`).
+    """down(silu(gate(x)) * up(x)) with x quantized once for gate and up. x is a tensor [.., K] or `Activations`.
+
+    One pass in float32 computes silu, the product and the quantization for `down_proj`. If the scheme has another tool's rule,
+    the product is rounded to x's dtype and then quantized. `restored` returns `replaced`, the module that this one replaces.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class GatedMLP(nn.Module):
 class AlternatingMLP(nn.Module):
     """down(f(gate(x)) * up(x)) with gate and up as one packed weight whose rows alternate (pack/gated.py).
 
-    f is "silu" or "gelu_tanh". The module takes over the weights of `gate_proj` and `up_proj`, so a model with it can compute
-    but not be saved. x is on a GPU, in fp16 or bf16.
+    f is "silu" or "gelu_tanh". The module removes the packed weights of `gate_proj` and `up_proj`, so a model with it can
+    compute but not be saved. x is on a GPU, in fp16 or bf16.
     """
 
     def __init__(self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: nn.Module, function: Gate) -> None:

@@ -330,7 +330,7 @@ class PackedWeight(PackedParameters):
             self._drop_form_on_disk()
 
     def _exact_tensors(self) -> tuple[Tensor | None, ...]:
-        """As for any packed parameters, with the factors of the correction and the kernels' tensors."""
+        """Returns those of `PackedParameters`, the factors of the low-rank correction and the kernels' tensors."""
         own = (getattr(self, name) for name in ("weight_up", "weight_down", *KERNEL_TENSORS))
         return (*super()._exact_tensors(), *own)
 

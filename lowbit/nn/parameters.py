@@ -25,20 +25,20 @@ INPUT_PARAMETERS = {
     "order": "weight_order", "pre_quant_scale": "pre_quant_scale", "activation_scale": "activation_scale",
     "activation_zero": "activation_zero",
 }  # fmt: skip
-"""Parameters that hold the tensors of an `InputTransform`, by its field; names of tensors in files too."""
+"""The parameter that holds each tensor of an `InputTransform`, by field name. Tensors in files have the parameters' names."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-"""Types of scales."""
+"""Dtypes that scales can have."""
 
 
 class PackedParameters(nn.Module):
-    """A matrix [N, K], or those of E experts, as `weight_packed` uint8 [N, ceil(K * bits / 8)], `weight_scale` and, with zeros,
-    `weight_zero`; with `experts` each has a leading dimension E.
+    """A matrix [N, K] as the parameters `weight_packed` uint8 [N, ceil(K * bits / 8)], `weight_scale` and, with zeros,
+    `weight_zero`. With `experts` = E > 0, each parameter has a leading dimension E and holds the matrices of E experts.
 
     The parts of the input transform that `input_parts` names are parameters too: `weight_order` int32 [K] and, by the names of
     `InputTransform`, pre_quant_scale float [K] (float32 until loaded otherwise), activation_scale float32 [1], activation_zero
-    int32 [1]. Parameters rather than buffers, because tensor parallelism shards parameters only; never one called `weight`,
-    which other libraries would read as floats.
+    int32 [1]. They are parameters rather than buffers, because tensor parallelism shards only parameters. None is called
+    `weight`, because other libraries would read it as floats.
     """
 
     weight_zero: nn.Parameter | None
@@ -65,7 +65,7 @@ class PackedParameters(nn.Module):
         grid, dtype = (*leading, *scale_shape(self.scheme.granularity, shape)), scale_dtype(self.scheme)
         zero_dtype = torch.uint8 if self.scheme.zero is ZeroPoint.INTEGER else dtype
         self.activation_format = None if self.scheme.activation is None else self.scheme.activation.name
-        # Blocks of weights go with groups of activations as long as a block.
+        # If the weights have scales per block, x is quantized in groups along K that are as long as a block.
         self.activation_group = self.scheme.granularity.k if isinstance(self.scheme.granularity, PerBlock) else 0
         self._stored_shape = (*leading, n, packed_bytes(k, self.scheme.weight.bits))
         self.weight_packed = parameter(torch.empty(self._stored_shape, dtype=torch.uint8, device=device))
@@ -88,7 +88,8 @@ class PackedParameters(nn.Module):
         )
 
     def _set_input(self, transform: InputTransform) -> None:
-        """Makes the tensors of a transform parameters of this module; those that are parameters already are shared."""
+        """Makes the tensors of a transform parameters of this module. A tensor that is a parameter already is shared with its
+        module."""
         parts = transform.parts
         parts.check(self.scheme, self.shape[1])
         held = transform.tensors()
@@ -123,7 +124,7 @@ class PackedParameters(nn.Module):
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Restores the form on disk, where the weights are packed for kernels."""
+        """Restores the form on disk if the weights are packed for kernels."""
         raise NotImplementedError
 
     def clear_refusals(self) -> None:
@@ -131,7 +132,7 @@ class PackedParameters(nn.Module):
         raise NotImplementedError
 
     def placement_refusals(self) -> tuple[str, ...]:
-        """Returns the reasons, whatever the scheme, why the layer must dequantize its weights at every call."""
+        """Returns the reasons, other than the scheme, why the layer must dequantize its weights at every call."""
         if self.is_split:
             return ("takes a whole matrix, this is one rank's part of it",)
         if getattr(getattr(self, "_hf_hook", None), "offload", False):
@@ -160,15 +161,15 @@ class PackedParameters(nn.Module):
             held, comes = getattr(self, name), state_dict.get(f"{prefix}{name}")
             if held is not None and held.is_floating_point() and getattr(comes, "dtype", None) in _FLOATS:
                 assert comes is not None
-                held.data = held.data.to(comes.dtype)  # the same parameter, which a tied module holds too
+                held.data = held.data.to(comes.dtype)  # not a new parameter, since a tied module shares this one
 
     def _exact_tensors(self) -> tuple[Tensor | None, ...]:
         """Returns the tensors whose type `.half()` and `.bfloat16()` must not change."""
         return tuple(getattr(self, name) for name in ("weight_scale", "weight_zero", *INPUT_PARAMETERS.values()))
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Moves devices as any module does, but keeps the type of scales and corrections: `.half()` must not round float32
-        scales, nor `.bfloat16()` the factors. What stays on its device keeps the kernels' form in place."""
+        """Moves the parameters to another device as any module does, but keeps the dtype of `_exact_tensors`, because
+        `.half()` must not round float32 scales. Without a change of device the packed form stays."""
         here = self.weight_packed.device
         if fn(torch.empty(0, dtype=torch.uint8, device=here)).device != here:
             self.restore()
@@ -177,7 +178,7 @@ class PackedParameters(nn.Module):
 
 
 def keeping_types(fn: Callable[[Tensor], Tensor], exact: Iterable[Tensor | None]) -> Callable[[Tensor], Tensor]:
-    """`fn` of `Module._apply`, which leaves those tensors their types."""
+    """Returns the function `fn` of `Module._apply`, changed so that the tensors `exact` keep their dtypes."""
     numbers = {id(t) for t in exact}
 
     def apply(t: Tensor) -> Tensor:

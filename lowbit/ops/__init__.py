@@ -1,5 +1,5 @@
-"""The torch interface of the kernels: the table of all kernels, `gemm`, which chooses a kernel by the table, and the registered
-operators."""
+"""The torch interface of the kernels. It has the table of all kernels, the function `gemm`, which chooses a kernel by the
+table, and the registered operators."""
 
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.dequantize_gemm import mixed_gemm

@@ -1,6 +1,6 @@
-"""The torch operator `lowbit::accept`: advances the slots of a step in which rows are several tokens of a sequence.
+"""The torch operator `lowbit::accept`: advances the slots after a step in which a sequence may have several rows.
 
-One launch on a GPU, which a CUDA graph may capture; plain torch on a CPU.
+On a GPU it is one launch, which a CUDA graph may capture. On a CPU it is plain torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ def accept(
     rows: Tensor, given: Tensor, row_positions: Tensor, ahead: Tensor, sampled: Tensor, state: SamplingState, tokens: Tensor,
     positions: Tensor,
 ) -> None:  # fmt: skip
-    """Accepts sampled tokens that continue their sequences, all int32 [B], of rows that stand side by side for each slot.
+    """Accepts the sampled tokens that continue their sequences. Tensors of rows are int32 [B]; rows of a slot are adjacent.
 
-    Row i computed the token given[i] of slot rows[i] at row_positions[i]; it is row ahead[i] of its slot, from 0. Then
-    sampled[i] was sampled. The token of a slot's first row is accepted, and each further one as long as the token before it is
-    the given one: it was sampled from the distribution of the sequence itself, so that acceptance does not change what is
-    sampled. For n accepted tokens: tokens[s] becomes the last of them and positions[s] the first row's position + n (int32
-    [slots]), state.generated[s] += n, and state.counts if the slot has penalties. The last slot is a dummy: its rows have
-    ahead 0, and it does not change. Raises ValueError for tensors that do not fit together.
+    Row i computed the token given[i] of slot rows[i] at row_positions[i], and then sampled[i] was sampled. The row is number
+    ahead[i] of its slot, counted from 0. The token that a slot's first row sampled is accepted. The token of a further row is
+    accepted if the row before it is accepted and sampled exactly the token that this row was given. An accepted token was
+    sampled after the sequence's own tokens, so acceptance does not change the distribution. If a slot s has n accepted tokens,
+    tokens[s] becomes the last of them, positions[s] becomes the first row's position + n (both int32 [slots]), and
+    state.generated[s] grows by n. If the slot has penalties, state.counts counts the tokens. The last slot is a dummy: its rows
+    have ahead 0, and it does not change. Raises ValueError for tensors that do not fit together.
     """
     torch.ops.lowbit.accept(rows, given, row_positions, ahead, sampled, state.settings, state.counts, tokens, positions)
 

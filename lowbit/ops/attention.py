@@ -43,8 +43,8 @@ _scheme = functools.lru_cache(maxsize=64)(parse_kv)
 Tensors = tuple[
     Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None
 ]
-"""The tensor arguments of both operators: qkv, k, v, k_scale, v_scale, tables, positions and rows (or slot_of and position_of),
-cos_sin, q_norm, k_norm."""
+"""The tensor arguments of the two operators: qkv, k, v, k_scale, v_scale, tables, then positions and rows (`decode_attention`)
+or slot_of and position_of (`append_kv`), then cos_sin, q_norm, k_norm."""
 
 _TENSORS = 11
 
@@ -56,20 +56,21 @@ def decode_attention(
 ) -> Tensor:  # fmt: skip
     """Returns the attention [B, heads * head_dim] of one new token for each of B rows over its slot's pages.
 
-    qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] is its slot. Heads of q
-    and k are RMS-normed if q_norm and k_norm [head_dim] are given, then rotated by cos_sin float32 [positions, rotary_dim]: cos
-    of each pair, then sin. The new k and v are written to the slot's position. The token attends to positions 0 to its own
-    position, all as stored. `sinks` [heads], of any float type, is an additional score per head without a value in the softmax
-    (gpt-oss); neither `shape.scale` nor `shape.softcap` applies to it. On a GPU types are fp16 or bf16 and there is one launch.
-    It reads rows, positions, tables, cos_sin, gammas, sinks and older keys before the preceding kernel has finished, so neither
-    that kernel nor any other running kernel may write them. With `batch_invariant` a row has the same bits in every batch; else
-    the number of splits of a row depends on the batch. `longest` is the longest context, in tokens, for which the tile is
-    chosen (default: the capacity of the tables); longer contexts are computed correctly, but more slowly.
+    qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] is the slot of each
+    row. Heads of q and k are RMS-normed if q_norm and k_norm [head_dim] are given. Then RoPE rotates them by cos_sin float32
+    [positions, rotary_dim], which has the cosines of all pairs, then the sines. The new k and v are written at the slot's
+    position. The token attends to all positions up to its own, with keys and values as they are stored. `sinks` [heads], of any
+    float type, adds for each head a score to the softmax that has no value (gpt-oss); neither `shape.scale` nor `shape.softcap`
+    applies to it. On a GPU, types are fp16 or bf16, and there is one launch. It reads rows, positions, tables, cos_sin, gammas,
+    sinks and older keys before the preceding kernel has finished, so neither that kernel nor any other running kernel may write
+    them. With `batch_invariant` a row has the same bits in every batch; otherwise the number of splits of a row depends on the
+    batch. `longest` is the longest context, in tokens, for which the tile is chosen (default: the capacity of the tables);
+    longer contexts are computed correctly, but more slowly.
 
-    `verify`: rows of one slot may be several new tokens of a sequence. `positions` int32 [B] is then the position of each row.
-    The keys and values of all rows are written before any is read, which takes a launch more. A row whose earlier tokens are
-    the same has the bits that it would have as the only new token of its slot, as far as the same tile is chosen: with
-    `batch_invariant`, always. Two rows of one slot and position are allowed in a dummy slot alone. Raises ValueError for
+    With `verify`, rows of one slot may be several new tokens of a sequence. `positions` int32 [B] is then the position of each
+    row. The keys and values of all rows are written before any is read, which takes one more launch. If the same tile is
+    chosen, a row has the same bits as if it were the only new token of its slot, after the same tokens. With `batch_invariant`
+    the same tile is always chosen. Only the dummy slot may have several rows of the same position. Raises ValueError for
     tensors that do not fit together and for a shape that no kernel supports.
     """
     return torch.ops.lowbit.decode_attention(
@@ -95,7 +96,7 @@ def append_kv(
     q_norm: Tensor | None = None, k_norm: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns q [T, heads, head_dim] of T prompt tokens after norm and RoPE; writes their k and v to the pages of their slots.
-    q is not rotated, even if the keys are: `gather_kv` undoes rotations.
+    If the format of the keys has a Hadamard rotation, q does not get it, since `gather_kv` undoes the rotation of the keys.
 
     slot_of and position_of int32 [T] are the slot and the position of each token; other arguments as in `decode_attention`.
     """
@@ -108,12 +109,12 @@ def prompt_attention(
     q: Tensor, pages: KVPages, table_row: Tensor, first: int, shape: AttentionShape, sinks: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Returns the attention [T, heads * head_dim] of tokens q [T, heads, head_dim] at positions first, first + 1, .. of one
-    slot. The keys and values of all these tokens must be in the slot's pages, and are used as stored, so results do not depend
+    slot. The keys and values of all these tokens must be in the slot's pages. They are used as stored, so results do not depend
     on how a prompt is divided into chunks.
 
-    table_row int32 [P] is on the device of q. sinks [heads] as in `decode_attention`. On a GPU without a soft cap and sinks,
-    and with a window that covers all tokens, torch's flash attention computes it, without repeating keys for the query heads
-    that share them; else `attend` does.
+    table_row int32 [P] is on the device of q. sinks [heads] as in `decode_attention`. torch's flash attention computes the
+    result on a GPU, unless there are a soft cap, sinks, or a window that is shorter than the sequence. It does not copy keys
+    for each of the query heads that share them. In all other cases `attend` computes the result.
     """
     reasons = shape_refusals(shape)
     tokens = first + len(q)
@@ -146,8 +147,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> 
     head_dim], computed by torch. The tokens of q are the last L of each sequence of K. Supports neither a soft cap nor a window
     shorter than K.
     """
-    # With a shared prompt (L < K) a causal bias is needed: flash attention on a GPU, a mask in memory on a CPU. For L = K a CPU
-    # uses is_causal instead, and torch chooses the method.
+    # With a shared prompt (L < K) a causal bias is needed. With it, a GPU uses flash attention and a CPU a mask in memory. For
+    # L = K a CPU needs only is_causal, and torch chooses the method.
     whole = q.shape[1] == k.shape[1] and not q.is_cuda
     out = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=whole, scale=shape.scale, enable_gqa=shape.group > 1,
@@ -164,7 +165,7 @@ def _fields(shape: AttentionShape) -> tuple[int | float, ...]:
 
 
 def page_refusals(shape: AttentionShape, pages: KVPages, dtype: torch.dtype) -> list[str]:
-    """Reasons why pages are none of q, k and v of a shape and dtype."""
+    """Returns the reasons why pages cannot hold the keys and values of an attention shape and a dtype; empty if they can."""
     scheme, (k, v, k_scale, v_scale) = pages.scheme, pages.tensors
     own: list[tuple[str, Tensor, torch.dtype, tuple[int, ...]]]
     own = [("k", k, dtype, (PAGE, shape.head_dim)), ("v", v, dtype, (PAGE, shape.head_dim))]
@@ -236,8 +237,8 @@ def _pages(tensors: Sequence[Any], kv: KVScheme, shape: AttentionShape) -> KVPag
 
 
 def _contiguous(operator: str, tensors: Tensors) -> Tensors:
-    """Returns contiguous tensors, copied if they have gaps. Raises ValueError for pages and tables with gaps, since a copy
-    would not be the cache."""
+    """Returns contiguous tensors; tensors with gaps are copied. Raises ValueError for pages and tables with gaps: a kernel must
+    write to the cache itself, not to a copy."""
     qkv, *cache, first, second, cos_sin, q_norm, k_norm = tensors
     if not all(t is None or t.is_contiguous() for t in cache):
         strides = [t.stride() for t in cache if t is not None]
@@ -250,7 +251,7 @@ def _contiguous(operator: str, tensors: Tensors) -> Tensors:
 def _decode_options(
     batch_invariant: bool = False, longest: int = 0, sinks: Tensor | None = None, verify: bool = False
 ) -> Any:  # fmt: skip
-    """(batch_invariant, longest, verify), and the sinks without gaps."""
+    """Returns (batch_invariant, longest, verify), and the sinks as a contiguous tensor."""
     return (batch_invariant, longest, verify), sinks if sinks is None else sinks.contiguous()
 
 

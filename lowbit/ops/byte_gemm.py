@@ -1,7 +1,7 @@
 """The torch operator `lowbit::byte_gemm`: 8-bit activations on the tensor cores, with weights in the form of pack/scaled.py.
 
-Like `lowbit::fragment_gemm` it is opaque to torch.compile and has little overhead per call. The operator chooses the kernel, by
-shapes alone. `lowbit::scaled_gemm` computes the same on any device from weights in the form on disk.
+Like `lowbit::fragment_gemm` it is opaque to torch.compile and has little overhead per call. It chooses the kernel by shapes,
+dtypes and the GPU, never by values. `lowbit::scaled_gemm` computes the same on any device from weights in the form on disk.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ FACTOR_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def gather_channels(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
-    """Returns x [.., K] times `factors` float [K], with channels permuted by `order` int32 [K]. Computed in float32 and rounded
-    once to x's dtype.
+    """Returns x [.., K] times `factors` float [K], with channels permuted by `order` int32 [K]. The result is computed in
+    float32 and rounded once to x's dtype.
 
-    One kernel on NVIDIA GPUs for fp16 and bf16 (kernels/elementwise/gather.py), torch elsewhere. The values of `order` are not
-    checked; `InputTransform.check_values` checks them. Raises ValueError for tensors that do not fit x.
+    On NVIDIA GPUs one kernel computes fp16 and bf16 (kernels/elementwise/gather.py); torch computes all else. The values of
+    `order` are not checked here; `InputTransform.check_values` checks them. Raises ValueError for tensors that do not fit x.
     """
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
         return torch.ops.lowbit.gather_channels(x, order, factors)
@@ -103,8 +103,8 @@ def _on_gpu(x: Tensor, block: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(block: int, stride: bool, rows: TensorSpec) -> RotatePlan | None:
-    """Returns the plan of a call, None if the kernel does not support it. `stride`: row stride, of whole vectors. Raises
-    ValueError as `rotate_channels` does."""
+    """Returns the plan of a call; None if the kernel does not support it. `stride`: True if the row stride is a multiple of 8
+    elements. Raises ValueError as `rotate_channels` does."""
     (m, k), dtype, on, aligned = rows
     check_block(block, k)
     if machine_refusals(on) or triton_refusals() or dtype not in FACTOR_DTYPES:

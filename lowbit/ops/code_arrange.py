@@ -1,5 +1,5 @@
-"""Packed codes at another image size, and channels of several packed values: kernels on a GPU, the reference on a CPU, with the
-same codes."""
+"""Resizes packed codes, and concatenates channels of several packed values. Kernels compute this on a GPU and the reference on
+a CPU, with the same codes as the result."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lowbit.pack.nhwc64 import Nhwc64
 
 
 def resize_codes(x: Tensor, layer: ResizeSpec, storage: str, out: Tensor) -> Tensor:
-    """Writes packed codes x uint8 [N, H, W, bytes], resized as `layer` says, to `out` [N, Ho, Wo, bytes], and returns it.
+    """Resizes packed codes x uint8 [N, H, W, bytes] as `layer` says, writes them to `out` [N, Ho, Wo, bytes], and returns it.
 
-    Both tensors are contiguous and on one device; `storage` is that of both. Raises ValueError for tensors of other shapes and
+    Both tensors are contiguous, on one device, and have the format `storage`. Raises ValueError for tensors of other shapes and
     for sizes that have no integer form.
     """
     block = Nhwc64(storage).pixel_bytes(1)
@@ -36,8 +36,8 @@ def resize_codes(x: Tensor, layer: ResizeSpec, storage: str, out: Tensor) -> Ten
 
 
 def concat_codes(parts: Sequence[Tensor], channels: Sequence[int], layers: Sequence[SumSpec], out: Tensor) -> Tensor:
-    """Writes the channels of packed codes `parts`, each uint8 [N, H, W, bytes] with `channels` channels, one after another to
-    `out`, rescaled by `layers`; returns `out`.
+    """Concatenates packed codes along channels: writes them to `out` and returns it. Part i is uint8 [N, H, W, bytes], has
+    channels[i] channels, and is rescaled by layers[i].
 
     All tensors are contiguous and on one device. Raises ValueError for other shapes, for layers that add something or whose
     outputs differ, and for 4-bit codes that would start in the middle of a byte.

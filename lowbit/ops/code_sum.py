@@ -1,4 +1,5 @@
-"""Sums and ReLUs of packed codes: one kernel on a GPU, the reference on a CPU, with the same codes."""
+"""Sums and ReLUs of packed codes. One kernel computes them on a GPU and the reference on a CPU, with the same codes as the
+result."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from lowbit.pack.nhwc64 import Nhwc64
 
 
 def sum_codes(x: Tensor, layer: SumSpec, other: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Returns the packed codes uint8 [N, H, W, bytes] that `layer` computes from packed x and, if it has one, the other input
-    `other`.
+    """Returns the packed codes uint8 [N, H, W, bytes] that `layer` computes from packed x, and from `other` if the layer has a
+    second input.
 
     All tensors are contiguous and on one device; `out` is written if given. Raises ValueError for tensors that do not match the
     layer.

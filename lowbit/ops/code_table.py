@@ -1,4 +1,5 @@
-"""Tables of codes and gates on packed codes: a kernel on a GPU, the reference on a CPU, with the same codes."""
+"""Maps packed codes by a table, and multiplies them by a gate. A kernel computes this on a GPU and the reference on a CPU, with
+the same codes as the result."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from lowbit.pack.nhwc64 import Nhwc64
 
 
 def map_codes(x: Tensor, table: Tensor, channels: int, out: Tensor) -> Tensor:
-    """Writes the s8 codes table[code + 128] of packed s8 codes x uint8 [N, H, W, bytes] to `out`, and returns it.
+    """Replaces each code of packed s8 codes x uint8 [N, H, W, bytes] by table[code + 128]; writes the s8 codes to `out` and
+    returns it.
 
     table: int8 [256]. All tensors are contiguous and on one device. Raises ValueError for tensors of other shapes.
     """
@@ -28,8 +30,9 @@ def map_codes(x: Tensor, table: Tensor, channels: int, out: Tensor) -> Tensor:
 
 
 def gate_codes(x: Tensor, gate: Tensor, layer: GateSpec, out: Tensor) -> Tensor:
-    """Writes the s8 codes of packed codes x uint8 [N, H, W, bytes] times the packed s8 codes of a gate [N, 1, 1, bytes] to
-    `out`, and returns it. All tensors are contiguous and on one device. Raises ValueError for tensors of other shapes."""
+    """Multiplies packed codes x uint8 [N, H, W, bytes] by the packed s8 codes of a gate [N, 1, 1, bytes] as `layer` says;
+    writes the s8 codes of the product to `out` and returns it. All tensors are contiguous and on one device. Raises ValueError
+    for tensors of other shapes."""
     padded = x.shape[3] * 8 // CODES[layer.x].bits
     _check("x", x, x.shape[3], tuple(x.shape[:3]), x.device)
     _check("the gate", gate, padded, (x.shape[0], 1, 1), x.device)

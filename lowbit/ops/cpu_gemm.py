@@ -1,8 +1,8 @@
 """Products on a CPU, with weights in one of the CPU forms (pack/cpu.py).
 
-They call torch's operators directly, since calling an operator written in Python takes as long as some of these products. Under
-torch.compile a 16-bit product calls `lowbit::cpu_gemm` instead, so that the choice between the methods for few and for many
-rows is made when it runs, not when it is traced. In float32 there is only one method.
+They call torch's operators directly, since calling an operator written in Python takes as long as some of these products. There
+are different methods for few and for many rows of 16-bit x. Under torch.compile a 16-bit product therefore calls
+`lowbit::cpu_gemm`, which chooses the method when it runs, not when it is traced. In float32 there is only one method.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _product(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: i
         return (torch_int4.product_by_rows(x, codes).float() * scale.float()).to(x.dtype)
     if x.dtype == torch.float32:
         return torch.nn.functional.linear(x, codes)
-    # Torch's product of 16-bit matrices reorders all of w at each call, which costs as much as one token's product.
+    # torch's product of 16-bit matrices reorders all of w at each call, which costs as much as the product of one token.
     return torch.mv(codes, x[0])[None] if m == 1 else torch_int4.product_by_rows(x, codes)
 
 

@@ -1,8 +1,8 @@
-"""The other torch operators of a language model's step, besides products and attention: embedding, norms with residual, gates.
+"""The torch operators of a language model's step besides products and attention: embedding, norms with residual, gates.
 
-One launch each on NVIDIA GPUs (kernels/elementwise/norm.py, gate.py), plain torch (kernels/reference/elementwise.py) on a CPU.
-They are used for captured steps of a few rows and for prompts of thousands of tokens. The result of a row depends on that row
-alone.
+Each is one launch on NVIDIA GPUs (kernels/elementwise/norm.py, gate.py) and plain torch on a CPU
+(kernels/reference/elementwise.py). They are used for captured steps of a few rows and for prompts of thousands of tokens. The
+result of a row depends on that row alone.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from lowbit.kernels.elementwise.norm import EmbedPlan, NormPlan
 
 ENDS = ("", "norm", "squares")
-"""What is computed after an embedding or a sum in the same launch. The index in this tuple is NORM of
-kernels/elementwise/norm.py."""
+"""What is computed after an embedding or a sum in the same launch. Kernels get the index in this tuple as NORM
+(kernels/elementwise/norm.py)."""
 MOST_COLUMNS = 16384
-"""Largest number of columns that the kernels' registers hold."""
+"""Maximum number of columns of a row, which the kernels hold in registers."""
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
 
@@ -43,7 +43,7 @@ _FLOATS = (*_HALVES, torch.float32)
 @dataclass(frozen=True, eq=False)
 class EmbeddingTable:
     """An 8-bit embedding: value = (code - 128) * scale of the row. codes uint8 [V, H] and scale [V] (float32 or 16 bits) are
-    the packed weight and the scales of a `w8a16` weight, unchanged. Raises ValueError for anything else."""
+    the codes and the scales of a `w8a16` weight as they are stored. Raises ValueError for other shapes or types."""
 
     codes: Tensor
     scale: Tensor
@@ -76,8 +76,8 @@ class EmbeddingTable:
 def embed_rows(
     tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, dtype: torch.dtype, *, scale: float = 1.0
 ) -> Tensor:
-    """Returns h [B, H] of `dtype`: row b is the embedding of token tokens[rows[b]], or of tokens[b] without `rows`; both are
-    int32 [..]..].
+    """Returns h [B, H] of `dtype`. Row b is the embedding of token tokens[rows[b]], or of tokens[b] without `rows`. Both are
+    int32 and have one dimension.
 
     `table` is [V, H] of `dtype`, or an EmbeddingTable, whose values are rounded to `dtype`. They are multiplied by `scale`,
     which is first rounded to `dtype` (Gemma's scale is sqrt(H)). Tokens are not checked; the result for tokens outside the
@@ -91,10 +91,10 @@ def embed_norm(
     *, scale: float = 1.0, offset: float = 0.0, bias: Tensor | None = None, positions: Tensor | None = None,
     position_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns (h, x) in one launch: h of `embed_rows`, and x of `add_norm` applied to h without delta.
+    """Returns (h, x) in one launch: the result h of `embed_rows`, and the result x of `add_norm` for h without delta.
 
-    With a `position_table` [P, H] of `dtype`, its row positions[rows[b]] (positions[b] without `rows`; int32 [..]) is added to
-    h first. Positions are not checked either.
+    With a `position_table` [P, H] of `dtype`, a row of it is first added to each row of h. It is row positions[rows[b]], or
+    positions[b] without `rows`. Positions are int32 and not checked.
     """
     h, x = torch.ops.lowbit.embed_rows(
         tokens, rows, *_parts(table), dtype, scale, gamma, eps, offset, 1.0, "norm", bias, positions, position_table
@@ -106,8 +106,8 @@ def embed_norm_squares(
     tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, gamma: Tensor, dtype: torch.dtype, *,
     scale: float = 1.0, offset: float = 0.0, factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns (h, x, squares) in one launch: h of `embed_rows`, and x and squares of `add_norm_squares` applied to h without
-    delta."""
+    """Returns (h, x, squares) in one launch: the result h of `embed_rows`, and the results x and squares of `add_norm_squares`
+    for h without delta."""
     made = torch.ops.lowbit.embed_rows(tokens, rows, *_parts(table), dtype, scale, gamma, 0.0, offset, factor, "squares")
     return tuple(made)
 
@@ -148,12 +148,12 @@ def gate(gate_up: Tensor, function: str, *, alternate: bool = False) -> Tensor:
 
 
 def gate2(gate: Tensor, up: Tensor, function: str) -> Tensor:
-    """As `gate`, for gate and up as two tensors [B, I], each with any row stride."""
+    """Returns the same as `gate`, for gate and up as two tensors [B, I], each with any row stride."""
     return torch.ops.lowbit.gate(gate, up, function)
 
 
 def activate(x: Tensor, function: str) -> Tensor:
-    """Returns y [B, I] = f(x), for an MLP without a gate; otherwise as `gate`."""
+    """Returns y [B, I] = f(x), for an MLP without a gate. Functions, types and strides are those of `gate`."""
     return torch.ops.lowbit.gate(x, None, function, False, False)
 
 
@@ -234,7 +234,7 @@ def _check_embed(on: torch.device, a: EmbedArguments) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _embed_plan(dtype: torch.dtype, scaled: bool, end: str, offset: float, *tensors: TensorSpec | None) -> EmbedPlan:
-    """The plan of a call; raises ValueError when the tensors do not fit together."""
+    """Returns the plan of a call. Raises ValueError if the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import EmbedPlan, NormRequest
 
     tokens, rows, table, row_scale, gamma, *others = meta_tensors(tensors)
@@ -300,7 +300,7 @@ def _check_norm(
 
 @functools.lru_cache(maxsize=4096)
 def _norm_plan(end: str, offset: float, *tensors: TensorSpec | None) -> NormPlan:
-    """The plan of a call; raises ValueError when the tensors do not fit together."""
+    """Returns the plan of a call. Raises ValueError if the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import NormPlan, NormRequest
 
     h, *others = meta_tensors(tensors)
@@ -388,7 +388,7 @@ def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str
 
 @functools.lru_cache(maxsize=4096)
 def _gate_plan(vectors: bool, function: str, alternate: bool, gated: bool, *tensors: TensorSpec | None) -> GatePlan:
-    """The plan of a call; raises ValueError when the tensors do not fit together."""
+    """Returns the plan of a call. Raises ValueError if the tensors do not fit together."""
     from lowbit.kernels.elementwise.gate import GatePlan
 
     gate, up = meta_tensors(tensors)

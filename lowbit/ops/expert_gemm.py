@@ -5,9 +5,10 @@
     y = expert_gemm(h, down, routing, per_slot=True, weighted=True)
     out = sum_slots(y, top_k, residual)                                         # or sum_norm: h += sum; norm of h
 
-Slot t * top_k + s is the s-th expert of token t. Only experts with slots are read. The operators are opaque to torch.compile.
-The choice of kernel depends on shapes and on `tile_rows` of the routing, not on the router's result, so the host never waits
-for it. On a CPU the weights of experts with slots are dequantized, one expert at a time (kernels/reference/experts.py).
+Slot t * top_k + s is the s-th expert of token t. Only the weights of experts with slots are read. The operators are opaque to
+torch.compile. The choice of kernel depends on shapes and on `tile_rows` of the routing. It does not depend on which experts the
+router chose, so the host never waits for the router. On a CPU the weights of experts with slots are dequantized, one expert at
+a time (kernels/reference/experts.py).
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def expert_gemm(
     x: Tensor, w: ExpertWeight, routing: Routing, bias: Tensor | None = None, *, gate: str = "none", per_slot: bool = False,
     weighted: bool = False, routed_before: bool = False, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns y [T * top_k, N] in x's dtype: for each slot its row of x times its expert's weight [N, K], plus the expert's row
-    of bias [E, N].
+    """Returns y [T * top_k, N] in x's dtype. The row of a slot is its row of x times its expert's weight [N, K], plus the
+    expert's row of bias [E, N].
 
     Args:
         x: [T, K] in fp16 or bf16 (on a CPU float32 too), or with `per_slot` [T * top_k, K], a row for each slot.
@@ -60,9 +61,9 @@ def expert_gemm(
             (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) with g = min(gate, 7). With a gate, y is [T * top_k, N / 2], and rows
             of w and bias alternate as in `ExpertWeight.pack_gated`.
         weighted: rows of y are multiplied by the router weight of their slot before they are rounded.
-        routed_before: the routing was written before the kernel that precedes this call on its stream, and that kernel lets
-            the next kernel start only after it has waited itself, as `expert_gemm` does. Set it for the second of two expert
-            products. The first weights are then copied while the preceding kernel runs (sm_90).
+        routed_before: True promises that the preceding kernel on the stream did not write the routing, and that it lets this
+            kernel start early only after all kernels before it have finished, as `expert_gemm` does. Set it for the second of
+            two expert products. The first weights are then copied while the preceding kernel runs (sm_90).
         batch_invariant: a row of y has the same bits in every batch; `tile_rows` of the routing must be 8 or 16.
 
     The same input gives the same bits. Raises ValueError for tensors that do not fit together.
@@ -75,25 +76,28 @@ def expert_gemm(
     return y
 
 
-def sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    """Returns [T, N] in y's dtype: y [T * top_k, N] summed over the slots of each token, + residual [T, N].
+def sum_slots(
+    y: Tensor, top_k: int, residual: Tensor | None = None, *, experts: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Returns [T, N] in y's dtype: the sum of y [T * top_k, N] over the slots of each token, plus residual [T, N].
 
-    Summed in float32, slot 0 first, the residual last, with one rounding. Raises ValueError for tensors that do not fit
-    together.
+    `experts` int32 [T, top_k] is contiguous, and needed for a routing that may have absent slots. Slots with a negative expert
+    are left out, so their rows of y may be uninitialised. Sums are computed in float32, slot 0 first, the residual last, and
+    rounded once. Raises ValueError for tensors that do not fit together.
     """
-    out: Tensor = torch.ops.lowbit.sum_slots(y, top_k, residual)
+    out: Tensor = torch.ops.lowbit.sum_slots(y, top_k, residual, experts)
     return out
 
 
 def sum_norm(
     h: Tensor, y: Tensor, top_k: int, gamma: Tensor, eps: float, *, shared: Tensor | None = None, share: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """x [T, N] = RMSNorm of h by gamma [N], after h [T, N] += the sum over the slots of each token of y [T * top_k, N].
+    """Adds to h [T, N], in place, the sum of y [T * top_k, N] over the slots of each token. Then returns x [T, N], the RMS norm
+    of h with gamma [N] as in `ops.elementwise.add_norm`.
 
-    shared [T, N], the output of an expert of all tokens, is added times sigmoid(share), share [T, 1] of any row stride and any
-    float type. In float32, slot 0 first, then the shared expert, h last, one rounding, in place; x is that
-    of `ops.elementwise.add_norm`. h, y and shared are of one type and contiguous. Raises ValueError for tensors that do not fit
-    together.
+    shared [T, N] is the output of an expert that all tokens use. It is multiplied by sigmoid(share) and added too; share [T, 1]
+    has any row stride and any float type. Sums are computed in float32, slot 0 first, then the shared expert, h last, and
+    rounded once. h, y and shared are of one type and contiguous. Raises ValueError for tensors that do not fit together.
     """
     x: Tensor = torch.ops.lowbit.sum_norm(h, y, top_k, gamma, eps, shared, share)
     return x
@@ -241,7 +245,8 @@ def _plan(
 
 @dataclass(frozen=True)
 class SortedPlan:
-    """The plan of two launches: a copy of x in the order of slots by expert, then the product, which reads the copy by TMA."""
+    """The plan of two launches. The first copies the rows of x in the order of the routing, in which slots are sorted by
+    expert. The second is the product, which reads the copy by TMA."""
 
     gather: GatherSlotsPlan
     product: ExpertWgmmaPlan
@@ -305,19 +310,22 @@ register(
 )
 
 
-def _check_sum(y: Tensor, top_k: int, residual: Tensor | None) -> None:
-    """Raises ValueError unless y and the residual fit together."""
+def _check_sum(y: Tensor, top_k: int, residual: Tensor | None, experts: Tensor | None) -> None:
+    """Raises ValueError unless the tensors of a sum fit together."""
     if y.dim() != 2 or top_k < 1 or y.shape[0] % max(top_k, 1) or not y.is_floating_point():
         raise ValueError(f"sum_slots: y is floats [T * {top_k}, N], got {y.dtype} {tuple(y.shape)}")
     expected = (y.shape[0] // top_k, y.shape[1])
     if residual is not None and (tuple(residual.shape) != expected or residual.dtype != y.dtype):
         raise ValueError(f"sum_slots: residual is {y.dtype} {expected}, got {residual.dtype} {tuple(residual.shape)}")
+    slots = (y.shape[0] // top_k, top_k)
+    if experts is not None and (tuple(experts.shape) != slots or experts.dtype != torch.int32):
+        raise ValueError(f"sum_slots: experts are int32 {slots}, got {experts.dtype} {tuple(experts.shape)}")
 
 
-def _sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    if not y.is_contiguous() or (residual is not None and not residual.is_contiguous()):
-        raise ValueError("sum_slots: y and residual are contiguous; call .contiguous() on them")
-    return _sum_plan(top_k, spec_of(y), spec_of(residual))(y, residual)
+def _sum_slots(y: Tensor, top_k: int, residual: Tensor | None = None, experts: Tensor | None = None) -> Tensor:
+    if not all(t is None or t.is_contiguous() for t in (y, residual, experts)):
+        raise ValueError("sum_slots: y, residual and experts are contiguous; call .contiguous() on them")
+    return _sum_plan(top_k, spec_of(y), spec_of(residual), spec_of(experts))(y, residual, experts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -325,26 +333,26 @@ def _sum_plan(top_k: int, *tensors: TensorSpec | None) -> SumSlotsPlan:
     """Returns the plan of a sum. Raises ValueError if the tensors do not fit together."""
     from lowbit.kernels.elementwise.sum_slots import SumSlotsPlan
 
-    y, residual = meta_tensors(tensors)
-    _check_sum(y, top_k, residual)
+    y, residual, experts = meta_tensors(tensors)
+    _check_sum(y, top_k, residual, experts)
     on = device_of("sum_slots", tensors)
-    vectors = y.shape[1] % 8 == 0 and all(t is None or t[3] for t in tensors)
+    vectors = y.shape[1] % 8 == 0 and all(t is None or t[3] for t in tensors[:2])
     return SumSlotsPlan(y.shape[0] // top_k, top_k, y.shape[1], vectors, machine_of(on))
 
 
-def _sum_slots_on_cpu(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    check_one_device("sum_slots", y, residual)
-    _check_sum(y, top_k, residual)
-    return sum_slots_reference(y, top_k, residual)
+def _sum_slots_on_cpu(y: Tensor, top_k: int, residual: Tensor | None = None, experts: Tensor | None = None) -> Tensor:
+    check_one_device("sum_slots", y, residual, experts)
+    _check_sum(y, top_k, residual, experts)
+    return sum_slots_reference(y, top_k, residual, experts)
 
 
-def _sum_slots_fake(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    _check_sum(y, top_k, residual)
+def _sum_slots_fake(y: Tensor, top_k: int, residual: Tensor | None = None, experts: Tensor | None = None) -> Tensor:
+    _check_sum(y, top_k, residual, experts)
     return y.new_empty((y.shape[0] // top_k, y.shape[1]))
 
 
 register(
-    "sum_slots(Tensor y, int top_k, Tensor? residual=None) -> Tensor",
+    "sum_slots(Tensor y, int top_k, Tensor? residual=None, Tensor? experts=None) -> Tensor",
     cuda=_sum_slots,
     cpu=_sum_slots_on_cpu,
     fake=_sum_slots_fake,
@@ -354,7 +362,7 @@ register(
 def _check_sum_norm(
     h: Tensor, y: Tensor, top_k: int, gamma: Tensor, eps: float, shared: Tensor | None = None, share: Tensor | None = None
 ) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors are of one call."""
+    """Raises ValueError unless the tensors fit together."""
     if h.dim() != 2 or y.dim() != 2 or top_k < 1 or y.shape != (h.shape[0] * top_k, h.shape[1]) or y.dtype != h.dtype:
         raise ValueError(
             f"sum_norm: h is floats [T, N] and y [T * {top_k}, N] of its type, got {h.dtype} {tuple(h.shape)} and {y.dtype} "
@@ -383,7 +391,7 @@ def _sum_norm(
 
 @functools.lru_cache(maxsize=4096)
 def _sum_norm_plan(top_k: int, *tensors: TensorSpec | None) -> SumNormPlan:
-    """The plan of a call. Raises ValueError when no kernel takes the tensors."""
+    """Returns the plan of a call. Raises ValueError if no kernel supports the tensors."""
     from lowbit.kernels.elementwise.sum_norm import SumNormPlan
 
     h, *_ = meta_tensors(tensors)

@@ -1,8 +1,8 @@
-"""The experts of a mixture: y of each token is the sum of its experts' MLPs, times the weights of the router.
+"""The experts of a mixture: y of each token is the sum of the outputs of its experts' MLPs, weighted by the router.
 
-On a GPU with weights in the forms of pack/expert.py and, for 8-bit activations, pack/expert_operand.py, two products read the
-experts that are hit for all their tokens. Everywhere else the experts that are hit are multiplied one after another, by the
-form that a dense weight has on the device.
+On a GPU, weights are in the form of pack/expert.py, or for 8-bit activations of pack/expert_operand.py. Two products then
+compute all experts together; only the weights of experts that have tokens are read. In all other cases the experts that have
+tokens are computed one by one, with weights in the same forms as those of dense layers.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from lowbit.pack.expert_operand import ExpertOperandWeight
 
 Gate = Literal["none", "silu", "gelu_tanh", "clamped_swiglu"]
-"""The function of gate and up that a product has in its epilogue: "silu" is silu(gate) * up, "gelu_tanh" the same with GELU,
-"clamped_swiglu" that of gpt-oss, (up + 1) * gate * sigmoid(1.702 gate) with gate at most 7 and up from -7 to 7. "none" leaves
-it to another function."""
+"""The function of gate and up that a product computes in its epilogue. "silu": silu(gate) * up. "gelu_tanh": the same with
+GELU. "clamped_swiglu": that of gpt-oss, (up + 1) * gate * sigmoid(1.702 gate), with gate clamped to at most 7 and up to -7..7.
+"none": the product has no gate, and another function computes it."""
 
 Input = Tensor | Activations
 Stacked: TypeAlias = "ExpertWeight | ExpertOperandWeight"
 """The weights of all experts of a layer, for x in 16 bits or quantized."""
 
 Multiply = Callable[[int, Input], Tensor]
-"""Returns the product of some rows with the matrix of an expert, its bias added."""
+"""A function (expert, rows) that returns the product of the rows with the matrix of the expert, plus its bias."""
 
 
 def expert_mlp(
@@ -42,18 +42,20 @@ def expert_mlp(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, inner: Callable[[Tensor], Input] | None = None,
     residual: Tensor | None = None, routing: Routing | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y [T, N] = sum over s of weights[t, s] * (down_e . gate(gate_up_e . x[t] + bias_e) + bias_e), e = experts[t, s].
+    """Returns y [T, N]: y[t] = sum over s of weights[t, s] * (down_e . gate(gate_up_e . x[t] + bias_e) + bias_e), where e is
+    experts[t, s].
 
-    x [T, K], in 16 or 32 bits or quantized, is transformed as the weights want it. experts: int [T, top_k]; a number that is no
-    expert's (one of another rank) adds nothing. weights: float [T, top_k], the router's. gate_up and down: the weights of E
-    experts in one form for all, or a matrix each. gate: the function in the epilogue of the first product, for an
-    `ExpertWeight` whose rows of gate and up alternate (pack/gated.py), with its bias in that order. apply_gate: the function of
-    the first product's rows where the epilogue has none, and for a matrix each; rows of gate and up have the model's order
-    then. inner: the transform of the second product's input. residual [T, N] is added. routing: of these experts and weights,
-    if `ops.route` has made it for an `ExpertWeight`. batch_invariant: a row of y has the same bits in every batch, for an
-    `ExpertWeight`.
+    x [T, K] is in 16 or 32 bits or quantized; the input transform of the weights must be applied already. experts: int
+    [T, top_k]; an index that belongs to no expert here, such as one of another rank, adds nothing. weights: float [T, top_k],
+    from the router. gate_up and down: the weights of all experts in one object, or a sequence with a matrix for each. gate: the
+    function in the epilogue of the first product. It requires an `ExpertWeight` whose rows of gate and up alternate
+    (pack/gated.py), and a bias in the same order. apply_gate: the function that is applied to the output of the first product
+    if the epilogue has none, as with a matrix for each expert; rows of gate and up then have the model's order. inner: the
+    transform of the second product's input. residual [T, N] is added. routing: the result of `ops.route` for these experts and
+    weights, if there is one. batch_invariant: a row of y has the same bits in every batch; requires an `ExpertWeight`.
 
-    Slots are summed in the order s = 0, 1, .. in float32 and rounded once. Raises ValueError for tensors that do not fit.
+    Slots are summed in the order s = 0, 1, .. in float32 and rounded once. Raises ValueError for tensors that do not fit
+    together.
     """
     _check(x, experts, weights)
     if batch_invariant and (isinstance(gate_up, Sequence) or isinstance(down, Sequence)):
@@ -70,9 +72,11 @@ def expert_mlp(
     from lowbit.ops.route import group
 
     tokens, top_k = experts.shape
+    absent = None
     if routing is None:
         tile_rows = tile_rows_for(tokens, top_k, gate_up.experts, gate_up.scheme.weight.bits, batch_invariant)
         routing = group(experts.contiguous(), weights.contiguous(), gate_up.experts, tile_rows=tile_rows)
+        absent = routing.experts
     h = multiply_slots(x, gate_up, routing, gate_up_bias, gate=gate, batch_invariant=batch_invariant)
     if gate == "none":
         assert apply_gate is not None
@@ -81,14 +85,15 @@ def expert_mlp(
         h if inner is None else inner(h), down, routing, down_bias, per_slot=True, weighted=True,
         routed_before=True, batch_invariant=batch_invariant,
     )  # fmt: skip
-    return sum_slots(y, top_k, residual)
+    return sum_slots(y, top_k, residual, experts=absent)
 
 
 def multiply_slots(
     x: Input, w: Stacked, routing: Routing, bias: Tensor | None, *, gate: Gate = "none", per_slot: bool = False,
     weighted: bool = False, routed_before: bool = False, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns y [T * top_k, N] by slot: `expert_gemm` of x in 16 bits, `scaled_expert_gemm` of quantized x.
+    """Returns y [T * top_k, N], a row for each slot. `expert_gemm` computes it for x in 16 bits, `scaled_expert_gemm` for
+    quantized x.
 
     Raises ValueError for a weight in the other form, and UnsupportedProblem for a gate or batch invariance with quantized x.
     """
@@ -115,9 +120,10 @@ def multiply_experts(
     x: Input, experts: Tensor, weights: Tensor, count: int, gate_up: Multiply, gate: Callable[[Tensor], Tensor],
     down: Multiply, *, inner: Callable[[Tensor], Input] | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`expert_mlp` of `count` experts by functions that multiply one expert's rows; differentiable if these are.
+    """Returns the same as `expert_mlp` for `count` experts, given functions that multiply the rows of one expert. The result is
+    differentiable if these functions are.
 
-    Synchronizes with a GPU: the host reads how many rows each expert has.
+    It synchronizes with a GPU, since the host reads how many rows each expert has.
     """
     _check(x, experts, weights)
     top_k = experts.shape[1]
@@ -126,7 +132,7 @@ def multiply_experts(
     for e, slots in rows:
         h = gate(gate_up(e, take_rows(x, slots // top_k)))
         parts.append(down(e, h if inner is None else inner(h)))
-    if not parts:  # no tokens, or none for these experts
+    if not parts:  # there are no tokens, or none that use these experts
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.clone()
     y = torch.cat(parts).float()
     factors = weights.reshape(-1).float()[order][:, None]
@@ -138,7 +144,7 @@ def multiply_experts(
 
 
 def take_rows(x: Input, rows: Tensor) -> Input:
-    """Returns the rows of x [T, K] with these numbers; scales and zeros of single tokens go with them."""
+    """Returns the rows of x [T, K] with the indices `rows`. Scales and zeros per token are selected in the same way."""
     if isinstance(x, Tensor):
         return x[rows]
 
@@ -151,7 +157,8 @@ def take_rows(x: Input, rows: Tensor) -> Input:
 
 
 def _slots_by_expert(experts: Tensor, count: int) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-    """Returns the slots of all experts that are hit, ascending within an expert, and those of each."""
+    """Returns the slots sorted by expert, in ascending order within an expert, and (expert, its slots) for each expert that has
+    slots."""
     numbers = experts.reshape(-1).long()
     valid = (numbers >= 0) & (numbers < count)
     order = torch.where(valid, numbers, count).argsort(stable=True)
@@ -162,7 +169,7 @@ def _slots_by_expert(experts: Tensor, count: int) -> tuple[Tensor, list[tuple[in
 
 
 def _products(matrices: Sequence[GemmWeight], bias: Tensor | None) -> Multiply:
-    """Returns the function that multiplies rows by the matrix of an expert."""
+    """Returns a function (expert, rows) that multiplies rows by the matrix of an expert."""
     return lambda e, x: gemm(x, matrices[e], None if bias is None else bias[e])
 
 

@@ -32,7 +32,9 @@ from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, choose_chain, parts_of
 from lowbit.kernels.choose.tiles import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, Role
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
+from lowbit.kernels.reference.lora import lora_terms_reference, part_of_columns
 from lowbit.ops.fragment_gemm import aligned_rows, check_bias, check_product, is_of_tokens, plan_for
+from lowbit.ops.lora import LEAST_RANK, MOST_EPILOGUE_RANK, LoraSums
 from lowbit.ops.operands import TensorSpec, check_weight_places, meta_tensors, scheme_of, spec_of
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
@@ -95,37 +97,42 @@ def factor_of(gamma: Tensor, dtype: torch.dtype) -> float:
 
 def norm_gemm(
     x: Tensor, w: Weight, squares: Tensor, bias: Tensor | None = None, *, width: int, eps: float,
-    gated: Gated = "none", factor: float = 1.0, batch_invariant: bool = False,
+    gated: Gated = "none", factor: float = 1.0, batch_invariant: bool = False, lora: LoraSums | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns y [M, N] = x [M, K] . dequant(w)[N, K]^T / (rms * factor) + bias [N], in x's dtype, fp16 or bf16, M <= 64.
 
     x is h * gamma * factor. rms = sqrt(sum of `squares` float32 [parts, M] / width + eps) is the RMS of the rows of h, which
     have `width` elements. With `gated`, y [M, N / 2] = act(gate) * up; w is a result of `pack.gated.pack_gated` (16-bit
     weights: all gate rows, then all up rows), and bias has the same order; it may also be [M, N], one for each row of x, with
-    no division by the RMS. M <= 16 for 16-bit weights. With `batch_invariant`,
-    a row of y has the same bits for every M. Raises ValueError for tensors that do not fit together.
+    no division by the RMS. M <= 16 for 16-bit weights. With `batch_invariant`, a row of y has the same bits for every M. `lora`
+    are adapters whose sums are divided by the RMS; b t is added with the bias, whose order its columns have. Raises ValueError
+    for tensors that do not fit together.
     """
     _check_weight("norm_gemm", w, x)
     codes, scale, channel, scheme, subnormal = _as_passed(w)
     return torch.ops.lowbit.norm_gemm(
-        x, codes, scale, channel, squares, bias, scheme, w.shape[0], width, eps, factor, gated, batch_invariant, subnormal
-    )
+        x, codes, scale, channel, squares, bias, scheme, w.shape[0], width, eps, factor, gated, batch_invariant, subnormal,
+        *(() if lora is None else lora.passed),
+    )  # fmt: skip
 
 
 def residual_gemm(
     x: Tensor, w: Weight, h: Tensor, gamma: Tensor, bias: Tensor | None = None, *, factor: float = 1.0,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, lora: LoraSums | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes h [M, N] += x [M, K] . dequant(w)[N, K]^T + bias [N] in place; returns (x of the next norm [M, N], squares
     float32 [parts, M]).
 
     h is rounded to its type, fp16 or bf16. From the rounded h come the returned x = h * gamma [N] * factor, in the type of x,
-    and `squares`, the sums of squares over parts of its rows; summed over parts they are the rows' sums of squares. M and
-    `batch_invariant` as in `norm_gemm`. Raises ValueError for tensors that do not fit together.
+    and `squares`, the sums of squares over parts of its rows; summed over parts they are the rows' sums of squares. M,
+    `batch_invariant` and `lora` as in `norm_gemm`. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("residual_gemm", w, x)
     codes, scale, channel, scheme, subnormal = _as_passed(w)
-    return torch.ops.lowbit.residual_gemm(x, codes, scale, channel, h, gamma, bias, scheme, factor, batch_invariant, subnormal)
+    return torch.ops.lowbit.residual_gemm(
+        x, codes, scale, channel, h, gamma, bias, scheme, factor, batch_invariant, subnormal,
+        *(() if lora is None else lora.passed),
+    )  # fmt: skip
 
 
 def _as_passed(w: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, str, bool]:
@@ -188,6 +195,11 @@ class NormGemmArguments(NamedTuple):
     gated: Gated
     batch_invariant: bool = False
     subnormal: bool = False
+    t: Tensor | None = None
+    b: Tensor | None = None
+    adapter_of: Tensor | None = None
+    widths: list[int] | tuple[int, ...] = ()
+    alternates: bool = False
 
     @property
     def weight(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -209,6 +221,11 @@ class ResidualGemmArguments(NamedTuple):
     factor: float
     batch_invariant: bool = False
     subnormal: bool = False
+    t: Tensor | None = None
+    b: Tensor | None = None
+    adapter_of: Tensor | None = None
+    widths: list[int] | tuple[int, ...] = ()
+    alternates: bool = False
 
     @property
     def weight(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -216,9 +233,46 @@ class ResidualGemmArguments(NamedTuple):
         return self.codes, self.scale, self.channel_scale
 
 
+def _check_lora(operator: str, a: NormGemmArguments | ResidualGemmArguments, n: int) -> None:
+    """Raises ValueError unless the adapters' tensors fit a product of N columns."""
+    if a.t is None:
+        return
+    m, t, b, adapter_of = a.x.shape[0], a.t, a.b, a.adapter_of
+    rank = t.shape[-1]
+    fits = b is not None and b.shape[1:] == (n, rank) and sum(a.widths) == n and b.dtype == a.x.dtype
+    fits = fits and t.dim() == 4 and t.shape[1:3] == (m, len(a.widths)) and t.dtype == torch.float32
+    fits = fits and adapter_of is not None and tuple(adapter_of.shape) == (m,) and adapter_of.dtype == torch.int32
+    if not fits or rank % LEAST_RANK or rank > MOST_EPILOGUE_RANK:
+        given = [None if each is None else (each.dtype, tuple(each.shape)) for each in (t, b, adapter_of)]
+        raise ValueError(
+            f"{operator}: adapters of {n} columns in parts {list(a.widths)} are t float32 [splits, {m}, {len(a.widths)}, R], "
+            f"b {a.x.dtype} [adapters, {n}, R] and adapter_of int32 [{m}], R {LEAST_RANK} to {MOST_EPILOGUE_RANK}; got {given}"
+        )
+
+
+def _terms(a: NormGemmArguments | ResidualGemmArguments) -> Any:
+    """Returns the compile-time part of the adapters; None without any."""
+    if a.t is None or a.b is None:
+        return None
+    from lowbit.kernels.parts.lora_epilogue import LoraTerms
+
+    half: Any = "fp16" if a.x.dtype == torch.float16 else "bf16"
+    return LoraTerms(tuple(a.widths), a.alternates, a.b.shape[0], a.b.shape[2], a.t.shape[0], half)
+
+
+def _bias_with_terms(a: NormGemmArguments | ResidualGemmArguments) -> Tensor | None:
+    """Returns the bias, with what adapters add to each token."""
+    if a.t is None or a.b is None or a.adapter_of is None:
+        return a.bias
+    part_of = part_of_columns(tuple(a.widths), a.alternates)
+    terms = lora_terms_reference(a.t, a.b, a.adapter_of, part_of)
+    return terms if a.bias is None else terms + a.bias.double()
+
+
 def _check_norm(a: NormGemmArguments) -> None:
     """Raises ValueError unless the tensors are operands of one product with the norm in its epilogue."""
     _check_product("norm_gemm", a.x, *a.weight, a.bias, a.scheme, a.n, a.subnormal)
+    _check_lora("norm_gemm", a, a.n)
     m, squares, gated = a.x.shape[0], a.squares, a.gated
     if squares.dim() != 2 or squares.shape[1] != m or squares.dtype != torch.float32 or not 1 <= squares.shape[0] <= MOST_PARTS:
         raise ValueError(
@@ -239,6 +293,7 @@ def _check_residual(a: ResidualGemmArguments) -> None:
             f"strides {tuple(h.stride())}"
         )
     _check_product("residual_gemm", x, *a.weight, a.bias, a.scheme, h.shape[1], a.subnormal)
+    _check_lora("residual_gemm", a, h.shape[1])
     if tuple(gamma.shape) != (h.shape[1],) or not gamma.is_floating_point():
         raise ValueError(f"residual_gemm: gamma is floating-point [{h.shape[1]}], got {gamma.dtype} {tuple(gamma.shape)}")
 
@@ -249,10 +304,19 @@ def _check_residual(a: ResidualGemmArguments) -> None:
 def _norm_gemm(a: NormGemmArguments) -> Tensor:
     x, squares = aligned_rows(a.x), a.squares.contiguous()
     others = tuple(spec_of(t) for t in (*a.weight, squares, a.bias))
-    plan = _norm_plan(a.scheme, x.shape[0], a.n, x.shape[1], x.dtype, x.device, others, a.gated, a.batch_invariant, a.subnormal)
+    lora = _lora_specs(a)
+    plan = _norm_plan(
+        a.scheme, x.shape[0], a.n, x.shape[1], x.dtype, x.device, others, a.gated, a.batch_invariant, a.subnormal, *lora
+    )
     space = workspace(x.device, *plan.workspace)
     bias = a.bias.contiguous() if a.bias is not None and is_of_tokens(a.bias) else a.bias
-    return plan(x, *a.weight, bias, *space, squares, None, None, a.factor, 1.0 / a.width, a.eps)
+    adapters = (a.t, a.b, a.adapter_of)
+    return plan(x, *a.weight, bias, *space, squares, None, None, a.factor, 1.0 / a.width, a.eps, *adapters)
+
+
+def _lora_specs(a: NormGemmArguments | ResidualGemmArguments) -> tuple[tuple[TensorSpec | None, ...], tuple[int, ...], bool]:
+    """Returns the properties of the adapters on which a plan depends."""
+    return tuple(map(spec_of, (a.t, a.b, a.adapter_of))), tuple(a.widths), a.alternates
 
 
 def _residual_gemm(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
@@ -260,44 +324,52 @@ def _residual_gemm(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
     others = tuple(spec_of(t) for t in (*a.weight, a.h, gamma, a.bias))
     if not a.h.is_contiguous():
         _check_residual(a)
-    plan = _residual_plan(a.scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, a.batch_invariant, a.subnormal)
+    lora = _lora_specs(a)
+    plan = _residual_plan(a.scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, a.batch_invariant, a.subnormal, *lora)
     squares = torch.empty((plan.squares_parts, x.shape[0]), dtype=torch.float32, device=x.device)
     bias = a.bias.contiguous() if a.bias is not None and is_of_tokens(a.bias) else a.bias
-    return plan(x, *a.weight, bias, *workspace(x.device, *plan.workspace), squares, a.h, gamma, a.factor), squares
+    space, adapters = workspace(x.device, *plan.workspace), (a.t, a.b, a.adapter_of)
+    return plan(x, *a.weight, bias, *space, squares, a.h, gamma, a.factor, None, None, *adapters), squares
 
 
 @functools.lru_cache(maxsize=4096)
 def _norm_plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
-    gated: Gated, batch_invariant: bool, subnormal: bool,
+    gated: Gated, batch_invariant: bool, subnormal: bool, adapters: tuple[TensorSpec | None, ...], widths: tuple[int, ...],
+    alternates: bool,
 ) -> Any:  # fmt: skip
     """Returns the plan of a product with the norm in its epilogue. Raises ValueError if the tensors do not fit together."""
     codes, scale, channel_scale, squares, bias = meta_tensors(others)
     x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
-    _check_norm(NormGemmArguments(x, *weight, squares, bias, scheme, n, k, 0.0, 1.0, gated, batch_invariant, subnormal))
-    check_weight_places("norm_gemm", on, others, 3, "FragmentWeight.pack")
+    lora = (*meta_tensors(adapters), widths, alternates)
+    given = NormGemmArguments(x, *weight, squares, bias, scheme, n, k, 0.0, 1.0, gated, batch_invariant, subnormal, *lora)
+    _check_norm(given)
+    check_weight_places("norm_gemm", on, (*others[:3], adapters[1], *others[3:], *adapters), 4, "FragmentWeight.pack")
     machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale, subnormal)
     role: Role = "norm" if gated == "none" else "gated"
     tile = choose_chain(role, shape, machine, batch_invariant)
-    end = {"norm_parts": squares.shape[0], "gate": gated, "bias_of_tokens": is_of_tokens(bias)}
+    end = {"norm_parts": squares.shape[0], "gate": gated, "bias_of_tokens": is_of_tokens(bias), "lora": _terms(given)}
     return plan_for(tile, shape, form, dtype, bias is not None, machine, **end)
 
 
 @functools.lru_cache(maxsize=4096)
 def _residual_plan(
     scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[TensorSpec | None, ...],
-    batch_invariant: bool, subnormal: bool,
+    batch_invariant: bool, subnormal: bool, adapters: tuple[TensorSpec | None, ...], widths: tuple[int, ...], alternates: bool,
 ) -> Any:  # fmt: skip
     """Returns the plan of a product with the residual in its epilogue. Raises ValueError if the tensors do not fit together."""
     codes, scale, channel_scale, h, gamma, bias = meta_tensors(others)
     x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
-    _check_residual(ResidualGemmArguments(x, *weight, h, gamma, bias, scheme, 1.0, batch_invariant, subnormal))
-    check_weight_places("residual_gemm", on, others, 3, "FragmentWeight.pack")
+    lora = (*meta_tensors(adapters), widths, alternates)
+    given = ResidualGemmArguments(x, *weight, h, gamma, bias, scheme, 1.0, batch_invariant, subnormal, *lora)
+    _check_residual(given)
+    check_weight_places("residual_gemm", on, (*others[:3], adapters[1], *others[3:], *adapters), 4, "FragmentWeight.pack")
     machine, shape, form = machine_of(on), _shape(scheme, m, h.shape[1], k), _form(scheme, scale, channel_scale, subnormal)
     tile = choose_chain("residual", shape, machine, batch_invariant)
     if not isinstance(tile, RingTile) and not others[3][3]:  # type: ignore[index]
         raise ValueError("residual_gemm: h must start at a multiple of 16 bytes; clone() it")
-    end = {"h_type": "fp16" if h.dtype == torch.float16 else "bf16", "bias_of_tokens": is_of_tokens(bias)}
+    h_type = "fp16" if h.dtype == torch.float16 else "bf16"
+    end = {"h_type": h_type, "bias_of_tokens": is_of_tokens(bias), "lora": _terms(given)}
     return plan_for(tile, shape, form, dtype, bias is not None, machine, **end)
 
 
@@ -314,7 +386,7 @@ def _unpacked(
 
 def _norm_gemm_cpu(a: NormGemmArguments) -> Tensor:
     _check_norm(a)
-    w, bias = _unpacked(*a.weight, a.scheme, (a.n, a.x.shape[1]), a.subnormal), a.bias
+    w, bias = _unpacked(*a.weight, a.scheme, (a.n, a.x.shape[1]), a.subnormal), _bias_with_terms(a)
     if isinstance(w, DenseWeight) and a.gated != "none":
         w = DenseWeight(alternate(*a.codes.chunk(2)))
         bias = None if bias is None else alternate(*bias.movedim(-1, 0).chunk(2)).movedim(0, -1)  # [N] or [M, N]
@@ -325,7 +397,7 @@ def _norm_gemm_cpu(a: NormGemmArguments) -> Tensor:
 def _residual_gemm_cpu(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
     _check_residual(a)
     w = _unpacked(*a.weight, a.scheme, (a.h.shape[1], a.x.shape[1]), a.subnormal)
-    added, following, squares = residual_gemm_reference(a.x, w, a.h, a.gamma, a.bias, x_factor=a.factor)
+    added, following, squares = residual_gemm_reference(a.x, w, a.h, a.gamma, _bias_with_terms(a), x_factor=a.factor)
     a.h.copy_(added)
     return following, squares
 
@@ -348,7 +420,8 @@ def _residual_fake(a: ResidualGemmArguments) -> tuple[Tensor, Tensor]:
 
 register(
     "norm_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor squares, Tensor? bias, str scheme,"
-    " SymInt n, int width, float eps, float factor, str gated, bool batch_invariant=False, bool subnormal=False) -> Tensor",
+    " SymInt n, int width, float eps, float factor, str gated, bool batch_invariant=False, bool subnormal=False,"
+    " Tensor? t=None, Tensor? b=None, Tensor? adapter_of=None, int[] widths=[], bool alternates=False) -> Tensor",
     cuda=_norm_gemm,
     cpu=_norm_gemm_cpu,
     fake=_norm_fake,
@@ -356,7 +429,8 @@ register(
 )
 register(
     "residual_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor(a!) h, Tensor gamma, Tensor? bias,"
-    " str scheme, float factor, bool batch_invariant=False, bool subnormal=False) -> (Tensor, Tensor)",
+    " str scheme, float factor, bool batch_invariant=False, bool subnormal=False, Tensor? t=None, Tensor? b=None,"
+    " Tensor? adapter_of=None, int[] widths=[], bool alternates=False) -> (Tensor, Tensor)",
     cuda=_residual_gemm,
     cpu=_residual_gemm_cpu,
     fake=_residual_fake,

@@ -1,7 +1,7 @@
 """The torch operator `lowbit::gated_gemm`: gate and up of an MLP as one product with the gate in its epilogue.
 
-It is opaque to torch.compile and has the same checks and choice of tile as `lowbit::fragment_gemm`. Small batches run one
-kernel for the product and one for the gate; in a decode step ops/fused_gemm.py runs both in one kernel.
+It is opaque to torch.compile and has the same checks and choice of tile as `lowbit::fragment_gemm`. For small batches it runs
+two kernels, one for the product and one for the gate. In a decode step, ops/fused_gemm.py computes both in one kernel.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def gated_gemm(
     """Returns y [M, N / 2] = f(gate) * up in x's dtype, fp16 or bf16, where gate and up are the columns of x [M, K] .
     dequant(w)[N, K]^T + bias [N]; f is "silu", "gelu_tanh" or "relu".
 
-    w is a result of `pack.gated.pack_gated`, and bias has the same order; it may also be [M, N], one for each row of x. With
-    `batch_invariant` a row of y has the same bits in every batch; else gate and up are rounded before f in small batches, but
-    not in large ones. Raises ValueError for tensors that do not fit together.
+    w is a result of `pack.gated.pack_gated`, and bias has the order of its rows. bias may also be [M, N], with a row for each
+    row of x. With `batch_invariant` a row of y has the same bits in every batch; otherwise gate and up are rounded before f in
+    small batches, but not in large ones. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.gated_gemm(
         x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], gated, batch_invariant, w.subnormal

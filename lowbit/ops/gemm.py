@@ -27,7 +27,7 @@ def pack_for(
     form `form`.
 
     Raises UnsupportedProblem with every kernel's reasons if there is no kernel. Raises ValueError for an input transform or a
-    low-rank correction, which `nn.QuantLinear` computes, not a product.
+    low-rank correction: `nn.QuantLinear` computes these, products do not.
     """
     device = q.codes.device
     known = {"scale_dtype": q.scale.dtype, "batch_invariant": batch_invariant, "form": form}
@@ -84,8 +84,8 @@ def gemm(
 
 
 def quantized(x: Tensor, scheme: Scheme) -> Activations:
-    """Returns x quantized as a scheme with 8-bit activations requires if no scale was calibrated: token by token, or in blocks
-    along K."""
+    """Returns x quantized as a scheme with 8-bit activations requires it without a calibrated scale: with a scale for each
+    token, or for each token and block along K."""
     assert scheme.activation is not None
     group = scheme.granularity.k if isinstance(scheme.granularity, PerBlock) else 0
     return quantize_activations(x, scheme.activation, group=group, symmetric=not scheme.activation_zero, rule=scheme.rule.value)

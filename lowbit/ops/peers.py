@@ -1,7 +1,7 @@
-"""Memory that all ranks of a host can write (torch's symmetric memory), and the sums of a decode step over it.
+"""Memory that all ranks of a host can write (torch's symmetric memory), and sums of a decode step that use it.
 
-A sum of a few rows costs what a row needs to cross NVLink once; NCCL takes 15 to 18 us in a graph (two H200s, 2026-11-22).
-kernels/elementwise/sum_ranks.py says who writes what, and when. NVLink multicast is not used.
+A sum of a few rows takes about as long as one transfer of a row over NVLink. NCCL takes 15 to 18 us in a graph (two H200s,
+2026-11-22). kernels/elementwise/sum_ranks.py describes which rank writes what and when. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowbit.kernels.elementwise.sum_ranks import SumRanksPlan
 
 ROWS = 64
-"""Most rows of a sum, as many as a chain of products takes."""
+"""Maximum number of rows of a sum. A chain of fused products (ops/fused_gemm.py) has at most as many."""
 
 PHASES = 2
 
@@ -28,10 +28,11 @@ _used = False
 
 
 class Peers:
-    """Sums of up to `ROWS` rows of `width` elements of `dtype`, fp16 or bf16. All ranks make it together; `agreed` returns the
-    smallest of all ranks' numbers. Raises RuntimeError, on all, if a rank's GPU cannot write the memory of another.
+    """Sums of up to `ROWS` rows of `width` elements of `dtype`, fp16 or bf16. All ranks must create this object together.
+    `agreed` returns the smallest of all ranks' numbers. Raises RuntimeError on all ranks if the GPU of one cannot write the
+    memory of another.
 
-    Calls alternate between the phases 0 and 1 on all ranks, and CUDA graphs may capture them.
+    On all ranks, calls must alternate between the phases 0 and 1. CUDA graphs may capture them.
     """
 
     def __init__(
@@ -40,20 +41,21 @@ class Peers:
         self.rank, self.size, self.width, self.dtype, self.device = rank, size, width, dtype, device
         count = PHASES * size * ROWS * width
         global _used
-        # torch keeps the first group's store under the name that all default groups of a process have.
+        # Only the first process group can use it: all default groups of a process have one name, under which torch keeps the
+        # store of the first one.
         reason, _used = "it serves the first model of a process that is computed by several ranks" if _used else "", True
         if agreed(not reason) == 0:
             raise RuntimeError(reason or "another rank has none")
         try:
             import torch.distributed._symmetric_memory as symmetric
 
-            # Kept: it is freed with this object.
+            # Kept as an attribute, so that it is freed with this object.
             self._memory = symmetric.empty(count, dtype=torch.int16, device=device)
             handle = symmetric.rendezvous(self._memory, dist.group.WORLD)  # type: ignore[arg-type]
             buffers = [handle.get_buffer(r, (count,), torch.int16, 0) for r in range(size)]
             if buffers[rank].data_ptr() != self._memory.data_ptr():
                 raise RuntimeError("torch's peer memory begins elsewhere than the tensor in it")
-        except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # of torch's version, or of the machine
+        except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # by torch's version or the machine
             reason = " ".join(str(error).split())
         if agreed(not reason) == 0:
             raise RuntimeError(reason or "another rank has none")
@@ -64,10 +66,10 @@ class Peers:
         self._stop = torch.zeros(1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32).pin_memory()
         torch.cuda.synchronize(device)
-        agreed(0)  # nobody stores before all memory is empty
+        agreed(0)  # waits for all ranks, so that no rank stores before all memory is filled with EMPTY
 
     def takes(self, y: Tensor) -> bool:
-        """True if `total` and `added` take a tensor."""
+        """True if `total` and `added` support a tensor."""
         return y.dim() == 2 and 1 <= len(y) <= ROWS and y.shape[1] == self.width and y.dtype == self.dtype
 
     def total(self, y: Tensor, phase: int) -> Tensor:
@@ -95,7 +97,7 @@ class Peers:
 
 
 def peers_refusals(width: int, dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
-    """Returns why sums of rows cannot go over peer memory here, as far as this rank knows; empty if they can."""
+    """Returns the reasons why this rank cannot use peer memory for sums of rows; empty if it can."""
     reasons = []
     if device.type != "cuda":
         reasons.append("it is memory of GPUs")

@@ -1,7 +1,7 @@
-"""The torch operator `lowbit::quantize_activations`: 16-bit activations to codes, alone or fused with the preceding norm or
+"""The torch operator `lowbit::quantize_activations`: quantizes 16-bit activations, alone or fused with the preceding norm or
 gate.
 
-One pass over memory on NVIDIA GPUs (kernels/elementwise/quantize_rows.py), plain torch (kernels/reference/) everywhere else.
+On NVIDIA GPUs it is one pass over memory (kernels/elementwise/quantize_rows.py), elsewhere plain torch (kernels/reference/).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BEFORE = ("", "rms_norm", "layer_norm", "silu")
 MOST_COLUMNS = 65536
-"""Largest number of columns that the kernel's registers hold."""
+"""Maximum number of columns of a row, which the kernel holds in registers."""
 CODE_VECTOR = 16
 """On a GPU rows of codes start at multiples of this number of bytes."""
 RULES = {
@@ -93,10 +93,10 @@ def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, fmt: str | NumberFormat, *, residual: Tensor | None = None, group: int = 0,
     scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
-    """`quantize_activations` of x / sqrt(mean(x^2) + eps) * weight [K], which is computed in float32 and not rounded before it
-    is rotated or quantized. Only this library's own rule supports this; any other raises ValueError.
+    """Returns `quantize_activations` of x / sqrt(mean(x^2) + eps) * weight [K]. This value is computed in float32 and not
+    rounded before it is rotated or quantized. Only this library's own rule supports that; any other raises ValueError.
 
-    With a `residual` [.., K], x is replaced by x + residual in x's type, which is also returned as `sum`.
+    With a `residual` [.., K], x is first replaced by x + residual in x's type, which is also returned as `sum`.
     """
     return _quantize(x, fmt, group, scale, symmetric, zero, rule, hadamard, "rms_norm", residual, weight, None, eps)
 
@@ -105,7 +105,7 @@ def add_norm_quantize(
     h: Tensor, delta: Tensor | None, weight: Tensor, eps: float, fmt: str | NumberFormat, *, group: int = 0,
     scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
-    """Adds delta to the contiguous h [.., K] in place, then `rms_norm_quantize` of h; in one launch."""
+    """Adds delta to the contiguous h [.., K] in place, then returns `rms_norm_quantize` of h. Both are one launch."""
     if delta is None:
         return rms_norm_quantize(
             h, weight, eps, fmt, group=group, scale=scale, symmetric=symmetric, zero=zero, rule=rule, hadamard=hadamard
@@ -125,7 +125,8 @@ def layer_norm_quantize(
     group: int = 0, scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "",
     hadamard: int = 0,
 ) -> Activations:  # fmt: skip
-    """`quantize_activations` of (x - mean) / sqrt(variance + eps) * weight + bias; otherwise as `rms_norm_quantize`."""
+    """Returns `quantize_activations` of (x - mean) / sqrt(variance + eps) * weight + bias. All else is as in
+    `rms_norm_quantize`."""
     return _quantize(x, fmt, group, scale, symmetric, zero, rule, hadamard, "layer_norm", residual, weight, bias, eps)
 
 
@@ -133,13 +134,14 @@ def silu_mul_quantize(
     gate: Tensor, up: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None,
     symmetric: bool = True, zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
-    """`quantize_activations` of silu(gate) * up, which is computed in float32 and not rounded in between."""
+    """Returns `quantize_activations` of silu(gate) * up. This value is computed in float32 and not rounded before it is
+    quantized."""
     return _quantize(gate, fmt, group, scale, symmetric, zero, rule, hadamard, "silu", up)
 
 
 def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: torch.device | str) -> tuple[str, ...]:
-    """Returns the reasons why the kernel cannot quantize activations of `dtype` with `k` columns on `device`, so that plain
-    torch does; empty if it can."""
+    """Returns the reasons why the kernel cannot quantize activations of `dtype` with `k` columns on `device`; empty if it can.
+    Plain torch quantizes what the kernel cannot."""
     device = torch.device(device)
     if device.type != "cuda":
         return (f"runs on NVIDIA GPUs, x is on {device.type}",)
@@ -257,7 +259,8 @@ def _plain(a: QuantizeArguments) -> list[Tensor]:
 
 
 def _on_gpu(a: QuantizeArguments, total: Tensor | None = None) -> list[Tensor]:
-    """Runs the kernel. `total`: memory for x + residual, which may be that of x; by default it is allocated."""
+    """Runs the kernel. `total`: a tensor to which x + residual is written, which may be x itself; by default a new one is
+    allocated."""
     x = a.x
     rows = _rows(x)
     beside_rows = None if a.beside is None else _rows(a.beside)
@@ -343,7 +346,8 @@ class AddNormQuantizeArguments(NamedTuple):
     hadamard: int = 0
 
     def without_addition(self) -> QuantizeArguments:
-        """The arguments of `lowbit::quantize_activations` with which it returns the sum instead of writing it to h."""
+        """Returns the arguments with which `lowbit::quantize_activations` computes the same, but returns the sum and does not
+        write it to h."""
         return QuantizeArguments(
             self.h, self.format, self.group, self.scale, self.symmetric, "rms_norm", self.delta, self.weight, None, self.eps,
             self.zero, "", self.hadamard,
@@ -351,8 +355,8 @@ class AddNormQuantizeArguments(NamedTuple):
 
 
 def _three(made: list[Tensor], h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns codes, scale and zero. Those that the caller gave are empty, because an operator that writes to an argument must
-    return a fixed number of tensors."""
+    """Returns codes, scale and zero. A scale or zero that was given, or is not needed, is replaced by an empty tensor, because
+    an operator that writes to an argument must return a fixed number of tensors."""
     codes, scale, zero = (*made, *(h.new_empty(0) for _ in range(3 - len(made))))
     return codes, scale, zero
 

@@ -1,7 +1,7 @@
 """Variable-length attention of prompts whose lengths are only on the device, and the operator `lowbit::gather_kv`.
 
-`gather_kv` copies keys and values from the pages of a layer (pack/kv_pages.py) into one tensor, in 16 bits and with rotations
-undone, then torch's flash attention computes all sequences in one call.
+`gather_kv` copies keys and values from the pages of a layer (pack/kv_pages.py) into one tensor each, in 16 bits and without the
+Hadamard rotation that their format may have. Then torch's flash attention computes all sequences in one call.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 def gather_kv(pages: KVPages, where: Tensor, count: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns keys and values [T, kv_heads, head_dim] in `dtype` of tokens of a layer's pages.
 
-    `where` int64 [T] is page * kv_heads * PAGE + index within the page, for the first `count` int32 [1] tokens; the other rows
-    of the result are uninitialised. Page numbers are not checked. Packed keys and values are dequantized, their rotation is
-    undone, and the result is rounded once to `dtype`; 16-bit ones have this type already. On a GPU types are fp16 or bf16.
-    Raises ValueError for tensors that do not fit together.
+    `where` int64 [T] is page * kv_heads * PAGE + index within the page of each token. Only the first tokens are copied, as many
+    as `count` int32 [1] says; the other rows of the result are uninitialised. Page numbers are not checked. Packed keys and
+    values are dequantized, their rotation is undone, and the result is rounded once to `dtype`; 16-bit ones have this type
+    already. On a GPU types are fp16 or bf16. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.gather_kv(*pages.tensors, where, count, str(pages.scheme), pages.head_dim, dtype)
 
@@ -44,9 +44,9 @@ def ragged_attention(
     Sequence i has the tokens q_begins[i] to q_begins[i + 1] of q and k_begins[i] to k_begins[i + 1] of k and v, both int32
     [sequences + 1]; its tokens of q are its last ones. Rows outside all sequences are uninitialised. On a GPU torch's flash
     attention computes it; the bits of a sequence do not depend on other sequences. The host only reads the sizes of tensors, so
-    a CUDA graph can capture it. `sinks` [heads] as in `decode_attention`: flash attention's output is multiplied by the share
-    that the sink leaves of the softmax, 1 / (1 + exp(sink - lse)), and rounded again. Raises ValueError for a soft cap, which
-    flash attention does not have.
+    a CUDA graph can capture the call. `sinks` [heads] are as in `decode_attention`. They are applied after flash attention
+    (`with_sinks`), which rounds the output a second time. Raises ValueError for a soft cap, which flash attention does not
+    have.
     """
     reasons = shape_refusals(shape)
     if shape.softcap:
@@ -60,9 +60,9 @@ def ragged_attention(
         raise ValueError(f"ragged_attention: {'; '.join(reasons)}; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if not q.is_cuda:
         return ragged_reference(q, k, v, q_begins, k_begins, shape, sinks)
-    # This is the operator that torch.nn.attention.varlen calls. torch 2.9 does not have that module, and its arguments have
-    # changed since. If the maximum number of keys were at most the window, another kernel would be chosen, with other tiles on
-    # some GPUs; the bits of a sequence would then depend on other sequences.
+    # torch.nn.attention.varlen calls the same operator. That module is not used, since torch 2.9 does not have it and its
+    # arguments have changed since. If the maximum number of keys were at most the window, another kernel would be chosen, with
+    # other tiles on some GPUs; the bits of a sequence would then depend on other sequences.
     most_keys = max(len(k), shape.window)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, q_begins, k_begins, len(q), most_keys, 0.0, True, False, scale=shape.scale,
@@ -72,9 +72,10 @@ def ragged_attention(
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The output of a softmax with one more score, `sinks` [heads], in its denominator.
+    """Returns the attention output for a softmax with one more score per head, `sinks` [heads], in its denominator.
 
-    out [T, heads, head_dim] is the output without it, and lse float32 [heads, T] the logarithm of its denominator."""
+    out [T, heads, head_dim] is the output without sinks, and lse float32 [heads, T] is the logarithm of its denominator. The
+    output is multiplied by 1 / (1 + exp(sink - lse)), the share of the softmax that does not go to the sink."""
     heads, tokens = out.shape[1], len(out)
     kept = torch.sigmoid(lse.reshape(heads, tokens) - sinks.float().unsqueeze(1))
     return (out * kept.T.unsqueeze(2)).to(out.dtype)

@@ -1,8 +1,8 @@
-"""Ranks: processes that compute one model together, each on its own device with its part of every weight (tensor parallelism).
+"""Ranks: processes that compute one model together, each on its own device with its part of the weights (tensor parallelism).
 
-What they do together are three operations of torch.distributed, with NCCL on GPUs and gloo on CPUs: sums of partial results,
-logits gathered from the parts of a vocabulary, and agreement on a number. CUDA graphs may capture the first two. Sums of a few
-rows go over peer memory instead, where GPUs have it (peers.py).
+They use three operations of torch.distributed, by NCCL on GPUs and by gloo on CPUs: sums of partial results, logits gathered
+from the parts of a vocabulary, and the smallest of a number of each rank. CUDA graphs may capture the first two. Sums of a few
+rows use peer memory instead of NCCL if the GPUs support it (peers.py).
 
 NVLink multicast is never used, and is switched off for NCCL and for symmetric memory: on hosts that several users share, a
 program that uses it can leave the GPUs unusable for all.
@@ -22,28 +22,28 @@ from lowbit.ops.elementwise import add_norm_squares
 from lowbit.ops.peers import Peers, peers_refusals
 
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""Variables with which NCCL, PyTorch and NVSHMEM do without NVLink multicast."""
+"""Environment variables that switch off NVLink multicast in NCCL, PyTorch and NVSHMEM."""
 
 WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Variables with which PyTorch does not end a process whose operations are aborted: who aborts them says why."""
+"""Environment variables with which PyTorch does not end a process whose operations are aborted. The code that aborts them
+reports the reason itself."""
 
 WAIT = datetime.timedelta(hours=1)
-"""How long a process waits in an operation for another one that neither joins nor ends, such as one that compiles kernels."""
+"""How long an operation waits for another process that is alive but late, such as one that compiles kernels."""
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 
 
 def prepare_libraries() -> None:
-    """Sets these variables for the libraries of this process, which read them by themselves, and for processes that it
-    starts."""
+    """Sets the environment variables above for the libraries in this process and for processes that it starts."""
     for name, value in (WITHOUT_MULTICAST | WITHOUT_WATCHDOG).items():
         os.putenv(name, value)
 
 
 class Ranks:
-    """The process `rank` of `size`, which computes on `device`. Joins the others through the TCP store at `port` of this host,
-    and returns once all have joined. Only one can exist in a process at a time.
+    """The process `rank` of `size`, which computes on `device`. The constructor joins the others through the TCP store at
+    `port` of this host, and returns once all have joined. A process can have only one such object at a time.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, port: int, *, store: TCPStore | None = None) -> None:
@@ -58,11 +58,11 @@ class Ranks:
             device_id=device if on_gpu else None,
         )  # fmt: skip
         self.peers: Peers | tuple[str, ...] = ("no model has been prepared for it",)
-        """Sums of few rows over peer memory, or why NCCL computes them."""
-        self.least(0)  # connects all, which a graph cannot capture
+        """Computes sums of few rows in peer memory, or the reasons why NCCL or gloo computes them."""
+        self.least(0)  # the first operation connects the ranks, which is not possible in the capture of a graph
 
     def use_peers(self, width: int, dtype: torch.dtype) -> None:
-        """Lets sums of few rows of `width` elements go over peer memory, if all GPUs can; all ranks call it."""
+        """Makes sums of few rows of `width` elements use peer memory, if all GPUs support it. All ranks must call it."""
         self.peers = peers_refusals(width, dtype, self.device)
         if not self.peers:
             try:
@@ -71,8 +71,8 @@ class Ranks:
                 self.peers = (str(error),)
 
     def total(self, x: Tensor, phase: int) -> Tensor:
-        """Returns the sum of all ranks' x (of one shape and dtype), perhaps in place. All ranks get the same bits. Calls
-        alternate between the phases 0 and 1."""
+        """Returns the sum of all ranks' x, which have one shape and dtype; x may be overwritten. All ranks get the same bits.
+        Calls must alternate between the phases 0 and 1."""
         if isinstance(self.peers, Peers) and self.peers.takes(x):
             return self.peers.total(x, phase)
         if self._dry:
@@ -86,14 +86,14 @@ class Ranks:
         return x
 
     def added(self, y: Tensor, h: Tensor, gamma: Tensor, factor: float, phase: int) -> tuple[Tensor, Tensor]:
-        """Adds the sum of all ranks' y [M, H] to h in place; returns as `ops.elementwise.add_norm_squares`. Phases as in
-        `total`."""
+        """Adds the sum of all ranks' y [M, H] to h in place; returns the same as `ops.elementwise.add_norm_squares`. `phase` is
+        that of `total`."""
         if isinstance(self.peers, Peers) and self.peers.takes(y):
             return self.peers.added(y, h, gamma, factor, phase)
         return add_norm_squares(h, self.total(y, phase), gamma, factor=factor)
 
     def gathered(self, x: Tensor, columns: int) -> Tensor:
-        """Returns all ranks' columns x [M, n] side by side, in the order of ranks, without those beyond `columns`."""
+        """Returns the concatenation of all ranks' x [M, n] along columns, in the order of ranks, cut to `columns` columns."""
         m, n = x.shape
         parts = x.new_empty((self.size, m, n))
         if not self._dry:
@@ -124,6 +124,6 @@ class Ranks:
             backend.abort()  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Leaves the group, which all ranks do together."""
+        """Leaves the group. All ranks must do this together."""
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -47,8 +47,8 @@ def _bundled(function: Callable[..., Any], arguments: Callable[..., Any] | None)
 def on_device_of_first(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `function` wrapped so that the GPU of its first argument, a tensor, is the current device during a call.
 
-    Triton and the counters of ops/workspace.py use the current device. Setting it costs several microseconds, so it is
-    skipped where it is current already.
+    Triton and the counters of ops/workspace.py use the current device. Setting it costs several microseconds, so that is
+    skipped if the device is current already.
     """
 
     def guarded(first: Tensor, *others: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Conversion of torch tensors to packed codes and back: one kernel each on a GPU, the reference on a CPU, with the same
-codes."""
+"""Converts torch tensors to packed codes and back. One kernel does each on a GPU and the reference on a CPU, with the same
+codes as the result."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lowbit.pack.stem import PIXEL_BYTES, StemImages
 def pack_values(
     x: Tensor, gain: Tensor, shift: Tensor, layout: Nhwc64 | StemImages, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Returns packed codes clamp(rne(fma(float32(x), gain[c], shift[c]))) of x [N, C, H, W] of any real type and any strides,
-    for example NHWC.
+    """Returns packed codes clamp(round(float32(x) * gain[c] + shift[c])) of x [N, C, H, W] of any real type but
+    float64 and any strides, for example NHWC. The product and the sum are one fma; codes are rounded to nearest, ties to even.
 
     gain and shift: float32 [C], on the device of x. `out` is contiguous uint8 in the shape of the layout, written if given.
     Raises ValueError for other tensors.

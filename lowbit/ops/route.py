@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["BiasUse", "GroupScore", "RouterRule", "Routing", "Score", "group", "norm_route", "route", "route_tokens"]
 
 MOST_FUSED = 16
-"""Largest number of tokens that the kernel of `route_tokens` multiplies: twice the columns of one matrix instruction."""
+"""Maximum number of tokens for which the kernel of `route_tokens` computes the logits. It is twice the columns of one matrix
+instruction."""
 
 _LOGITS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -64,10 +65,10 @@ class Routing:
       device.
     - `tile_count` int32 [1]: the number of tiles.
 
-    A product may therefore assume: the tiles cover each present slot exactly once; positions of a tile are below offsets[E],
-    where `order` has slots in 0 .. S - 1; the token of a slot is slot // top_k. It must skip tiles of 0 slots, and must not use
-    entries of `order` outside tiles to address rows. No tile has absent slots. A product that returns a row for each slot must
-    write zeros where `experts` is negative, since the sum over the slots of a token reads these rows.
+    So a product of experts may assume three things. The tiles cover each present slot exactly once, and no absent slot. The
+    positions of a tile are below offsets[E], and `order` has slots in 0 .. S - 1 there. The token of a slot is slot // top_k. A
+    product must skip tiles of 0 slots, and must not address rows by entries of `order` outside tiles. A product that returns a
+    row for each slot does not write the rows of absent slots; `sum_slots` leaves these rows out if it is given `experts`.
     """
 
     experts: Tensor
@@ -92,10 +93,10 @@ class Routing:
 def route(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_rows: int) -> Routing:
     """Routes tokens by the logits [T, E] (fp16, bf16 or fp32, any row stride) of a router.
 
-    `bias` float32 [E] is used according to `rule.bias_use`. Scores and weights are computed in float32 and not rounded. The
-    slots of a token are in falling order of the values that the choice compares; among equal values the lower index comes
-    first. The choice compares logits if the score is a rising function of them, so that it is exact; else it compares scores
-    with their bias.
+    `bias` float32 [E] is used according to `rule.bias_use`. Scores and weights are computed in float32 and not rounded further.
+    The choice compares logits if scores have the same order, since computed scores may have ties that logits do not have. It
+    compares scores with a bias for the choice only, which is added to them, and with groups that are ranked by their two best
+    scores. The slots of a token are in falling order of the compared values; among equal values the lower index comes first.
 
     A token with a NaN among its logits has NaN weights; under a softmax so does a token with +inf, or with only -inf. In the
     choice a NaN counts as -inf; the experts of a token are always distinct. The result of a token depends neither on T nor on
@@ -111,7 +112,8 @@ def route(logits: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_
 def route_tokens(
     x: Tensor, router: Tensor, rule: RouterRule, bias: Tensor | None = None, *, tile_rows: int
 ) -> Routing:  # fmt: skip
-    """As `route`, for the logits x [T, K] . router [E, K]^T. Both are fp16 or bf16; x has any row stride, router is contiguous.
+    """Returns the same as `route` for the logits x [T, K] . router [E, K]^T. Both are fp16 or bf16; x has any row stride,
+    router is contiguous.
 
     Logits are float32 sums of exact products and are not rounded, unlike those of a 16-bit linear layer. On a GPU up to 16
     tokens take one launch, and a token's logits then have the same bits in any batch; for more tokens torch first computes the
@@ -125,11 +127,12 @@ def norm_route(
     x: Tensor, squares: Tensor, router: Tensor, rule: RouterRule, bias: Tensor | None = None, *, eps: float,
     factor: float = 1.0, tile_rows: int,
 ) -> tuple[Tensor, Routing]:  # fmt: skip
-    """(normalised x [T, K], its routing) in one launch, of what `ops.fused_gemm.residual_gemm` returns: x [T, K] is h * gamma *
-    factor, and `squares` float32 [parts, T] are sums of squares of parts of the rows of h.
+    """Returns (normalised x [T, K], its routing) in one launch. x and squares are results of `ops.fused_gemm.residual_gemm`:
+    x [T, K] is h * gamma * factor, and `squares` float32 [parts, T] are sums of squares of parts of the rows of h.
 
-    rms = sqrt(sum of squares / K + eps). x is divided by rms * factor and rounded; logits are those of x as given, divided in
-    float32. 1 to 16 tokens, at most 256 parts; all else as in `route_tokens`.
+    rms = sqrt(sum of squares / K + eps). The first result is x / (rms * factor), rounded. Logits are computed from x as it is
+    given, and then divided by rms * factor in float32. There are 1 to 16 tokens and at most 256 parts; all else is as in
+    `route_tokens`.
     """
     normed, *made = torch.ops.lowbit.norm_route(x, squares, router, bias, eps, factor, *_fields(rule), tile_rows)
     return normed, _routing(made, tile_rows)
@@ -313,7 +316,7 @@ def _route_tokens_fake(x: Tensor, router: Tensor, bias: Tensor | None, *rest: An
 
 
 def _check_norm(x: Tensor, squares: Tensor, router: Tensor, bias: Tensor | None, rule: RouterRule, tile_rows: int) -> None:
-    """Raises ValueError unless the arguments are of one call."""
+    """Raises ValueError unless the arguments fit together."""
     if not (1 <= len(x) <= MOST_FUSED if x.dim() == 2 else False):
         raise ValueError(f"norm_route: x is [T, K] of 1 to {MOST_FUSED} tokens, got {tuple(x.shape)}")
     _check_tokens(x, router, bias, rule, tile_rows)

@@ -1,4 +1,4 @@
-"""The torch operator `lowbit::sample`: the next token of each row of a decode step, with the settings of its request.
+"""The torch operator `lowbit::sample`: samples the next token of each row of a decode step, with the settings of its request.
 
 NVIDIA GPUs use one launch if all requests are greedy, else four (kernels/elementwise/sample.py); a CUDA graph may capture them.
 A CPU uses plain torch (kernels/reference/sampling.py). Both sample the same tokens.
@@ -106,7 +106,7 @@ class Sampling:
 
     @property
     def flags(self) -> int:
-        """The costly settings that are used, as bits of `SamplingState.flags`."""
+        """The settings in use that need extra work, as bits of `SamplingState.flags`."""
         penalized = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
         cut = self.top_k > 0 or self.top_p < 1
         used = (
@@ -126,7 +126,7 @@ def _are_biases(given: object) -> bool:
 
 
 def _word(name: int, dtype: torch.dtype) -> property:
-    """Returns a property for one setting of all slots: a view of its word in each slot's row."""
+    """Returns a property for one setting of all slots. It is a view of the setting's word in each slot's row."""
     each = dtype.itemsize // 4
     return property(lambda state: state.settings.view(dtype)[:, name // each], doc=f"{dtype} [slots]")
 
@@ -135,13 +135,13 @@ def _word(name: int, dtype: torch.dtype) -> property:
 class SamplingState:
     """The settings and counters of all slots, on their device. The addresses of its tensors never change.
 
-    `settings` int32 [slots, 16] has the scalars of a slot side by side, named by the properties below, as float32, int32 and
-    for `seed` int64 [slots] views. `counts` int32 [slots, V] is the number of times each token was generated, plus bit 30 if
-    the prompt contains it. `bias` is float32 [slots, V]. `masks` int32 [slots * depth, ceil(V / 32)] has a bit for each token,
-    set if the slot's grammar allows it: bit t % 32 of word t // 32. A slot has `depth` rows of masks, the first for its next
-    token, the others for as many tokens after it (`of_rows`). All three are only read for slots whose `flags` require them.
-    `ends` int32 [E] are the end-of-text tokens. The last slot is a dummy slot: padding rows of a step use it, and `sample` does
-    not change it.
+    `settings` int32 [slots, 16] has one row of scalars for each slot. The properties below are views [slots] of single
+    settings, as float32, int32 or, for `seed`, int64. `counts` int32 [slots, V] is the number of times each token was
+    generated, plus bit 30 if the prompt contains it. `bias` is float32 [slots, V]. `masks` int32 [slots * depth, ceil(V / 32)]
+    has a bit for each token, bit t % 32 of word t // 32, which is set if the slot's grammar allows the token. A slot has
+    `depth` rows of masks: the first for its next token, the others for the tokens after it (`of_rows`). `counts`, `bias` and
+    `masks` are only read for slots whose `flags` require them. `ends` int32 [E] are the end-of-text tokens. The last slot is a
+    dummy slot: padding rows of a step use it, and `sample` does not change it.
     """
 
     settings: Tensor
@@ -187,7 +187,7 @@ class SamplingState:
         self, slot: int, settings: Sampling, prompt_ids: Sequence[int], generated_ids: Sequence[int] = (), masked: bool = False
     ) -> None:
         """Writes the settings of a request to a slot. The request may have generated tokens already, in another slot. `masked`:
-        `sample` reads the slot's row of `masks`, which the caller writes before each call.
+        True if `sample` is to read the slot's rows of `masks`; the caller must then write them before each call.
 
         On a GPU this enqueues copies and kernels on the current stream without synchronising the host.
 
@@ -221,16 +221,16 @@ class SamplingState:
         return self.masks.shape[0] // self.counts.shape[0]
 
     def set_masks(self, slots: Sequence[int], masks: Tensor, ahead: Sequence[int] | None = None) -> None:
-        """Writes the masks of slots, or those after ahead[i] < depth more tokens, from int32 [len(slots), ceil(V / 32)] in host
-        memory. On a GPU this enqueues copies on the current stream without synchronising the host, which may reuse `masks` at
-        once.
+        """Writes masks int32 [len(slots), ceil(V / 32)], which are in host memory. Mask i is for the next token of slots[i], or
+        with `ahead` for the token that follows ahead[i] < depth more tokens. On a GPU this enqueues copies on the current
+        stream without synchronising the host. The caller may overwrite `masks` at once, unless they are in pinned memory.
         """
         rows = [slot * self.depth + more for slot, more in zip(slots, ahead or [0] * len(slots), strict=True)]
         self.masks.index_copy_(0, self._sent(torch.tensor(rows)), self._sent(masks))
 
     def of_rows(self, rows: Tensor, ahead: Tensor) -> Tensor:
-        """Returns the settings int32 [B, 16] of rows: those of the slot rows[i] (int32 [B]) after ahead[i] (int32 [B]) more
-        tokens, with the slot's mask for that token. A slot with a mask has ahead[i] < depth."""
+        """Returns the settings int32 [B, 16] of rows. Row i has the settings of slot rows[i] after ahead[i] more tokens, and
+        the slot's mask for that place. rows and ahead are int32 [B]. If the slot has masks, ahead[i] must be below depth."""
         own = self.settings.index_select(0, rows)
         own[:, sampling.GENERATED : sampling.MASK + 1] += ahead[:, None]
         return own
@@ -241,7 +241,7 @@ class SamplingState:
 
 
 def mask_words(vocab: int) -> int:
-    """Number of 32-bit words of a mask with a bit for each token."""
+    """Returns the number of 32-bit words of a mask with a bit for each token."""
     return -(-vocab // 32)
 
 
@@ -272,12 +272,13 @@ def sample(
 ) -> None:  # fmt: skip
     """Samples the next token of each row of logits [B, V] (fp16, bf16 or fp32, any row stride) with the settings of its slot.
 
-    For row i of slot s = rows[i] (int32 [B]) and token t: out_tokens[i] = tokens[s] = t (int32 [B], int32 [slots]),
-    positions[s] += 1 (int32 [slots]), state.generated[s] += 1, state.counts[s, t] += 1 if the slot has penalties.
-    out_logprobs[i] (float32 [B]) is the log softmax, at t, of the given logits, before penalties and temperature. The last slot
-    does not change. Several rows may use it; any other slot may be used by one row only. A NaN among the logits counts as -inf;
-    if all logits are -inf or banned, all tokens are equally likely. The log-probability of a row with a NaN or +inf, or with
-    only -inf, is NaN. `any_filter=False` promises that all settings are `greedy` and that no slot has a mask.
+    If row i of slot s = rows[i] samples token t, then out_tokens[i] and tokens[s] become t, positions[s] and state.generated[s]
+    grow by 1, and so does state.counts[s, t] if the slot has penalties. out_logprobs[i] becomes the log softmax, at t, of the
+    given logits, before penalties and temperature. rows and out_tokens are int32 [B], tokens and positions int32 [slots],
+    out_logprobs is float32 [B]. The last slot does not change. Several rows may use it; any other slot may be used by one row
+    only. A NaN among the logits counts as -inf; if all logits are -inf or banned, all tokens are equally likely. The
+    log-probability of a row with a NaN or +inf, or with only -inf, is NaN. `any_filter=False` promises that all settings are
+    `greedy` and that no slot has a mask.
     kernels/reference/sampling.py documents each setting and the order of operations. On sm_90 the kernels read `rows` and the
     settings while the preceding kernel in the stream may still run, so that kernel must not write them.
 

@@ -1,8 +1,8 @@
 """The torch operator `lowbit::scaled_expert_gemm`: 8-bit activations times the weights of a mixture of experts.
 
-As `lowbit::expert_gemm` (ops/expert_gemm.py), with x quantized as `quantize_activations` returns it and weights in the form of
-pack/expert_operand.py. The host never reads what the router chose. On a CPU the weights of the experts with slots are
-dequantized, one expert at a time.
+It is like `lowbit::expert_gemm` (ops/expert_gemm.py), but x is a result of `quantize_activations`, and weights are in the form
+of pack/expert_operand.py. The host never reads which experts the router chose. On a CPU the weights of the experts with slots
+are dequantized, one expert at a time.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from lowbit.kernels.sm80.expert_scaled_gemm import ExpertScaledPlan
 
 X_BLOCK = 128
-"""Columns of x that share a scale, where a row has several."""
+"""Number of columns of x that share a scale, if a row has several scales."""
 
 
 def scaled_expert_gemm(
     x: Activations, w: ExpertOperandWeight, routing: Routing, bias: Tensor | None = None, *, per_slot: bool = False,
     weighted: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y [T * top_k, N] in the type that x had: for each slot its row of x times the weights [N, K] of its expert, + bias
-    [E, N] of it.
+    """Returns y [T * top_k, N] in the type that x had before quantization. The row of a slot is its row of x times the weight
+    [N, K] of its expert, plus the expert's row of bias [E, N].
 
     Args:
         x: codes [T, K] of the scheme's activation format, or with `per_slot` [T * top_k, K], a row for each slot; scale float32
             [1], [rows, 1] or [rows, ceil(K / 128)]; zero int32 [rows, 1], [1] or None, with int8.
-        weighted: y is multiplied by the router weight of its slot, before the one rounding.
+        weighted: rows of y are multiplied by the router weight of their slot before they are rounded.
 
-    Sums are exact with int8, in float32 with fp8. The same input gives the same bits. Raises ValueError for tensors that do not
-    fit together.
+    Sums of int8 x are exact; sums of fp8 x are computed in float32. The same input gives the same bits. Raises ValueError for
+    tensors that do not fit together.
     """
     y: Tensor = torch.ops.lowbit.scaled_expert_gemm(
         x.codes, x.scale, x.zero, w.codes, w.scale, w.channel_scale, w.sums, bias, routing.experts, routing.weights,
@@ -133,7 +133,8 @@ def _scaled_expert_gemm(a: ScaledExpertArguments) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(tensors: tuple[TensorSpec | None, ...], contiguous: bool, options: tuple) -> ExpertScaledPlan | None:
-    """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
+    """Returns the plan of a product; None if there is nothing to compute. Raises ValueError if the tensors do not fit
+    together."""
     from lowbit.kernels.sm80.expert_scaled_gemm import ExpertScaledPlan
 
     a = ScaledExpertArguments(*meta_tensors(tensors), *options)  # type: ignore[arg-type]

@@ -36,10 +36,10 @@ def scaled_gemm(
     caller applies the input transform to x before quantizing it.
 
     `dtype` is fp16, bf16, fp32 or int8. `function` is none, relu, gelu (0.5 y (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3)))) or
-    silu (y / (1 + exp(-y))). int8 requires `y_scale` float32 [1], one for all of y. A code is y in float32 times the float32 1
-    / y_scale, rounded to nearest, ties to even, and clamped to -128..127, as in `quantize_activations` with a given scale.
-    Everything is exact except for the rounding to `dtype` (for int8 preceded by a rounding to float32); for float formats also
-    except for the error of a float32 product. Raises ValueError for tensors that do not fit together.
+    silu (y / (1 + exp(-y))). int8 requires `y_scale` float32 [1], one for all of y. A code is y in float32 times the float32
+    value of 1 / y_scale, rounded to nearest, ties to even, and clamped to -128..127, as in `quantize_activations` with a given
+    scale. For integer formats everything is exact except for the rounding to `dtype`; int8 outputs are first rounded to
+    float32. Float formats also have the error of a float32 product. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.scaled_gemm(x, x_scale, packed, scale, zero, bias, scheme, dtype, x_zero, function, y_scale)
 

@@ -24,16 +24,16 @@ from lowbit.hardware.machine import GPU
 from lowbit.ops.register import cuda_implementation
 
 _numbers: dict[GPU, int] = {}
-"""Each GPU has an index of its own, after those of this machine, since plans and machines are cached by device. Torch has 128
-of them."""
+"""Number of each simulated GPU, which is added to the count of this machine's GPUs to get a device index of its own. Plans and
+machines are cached by device, so no two may share an index. Torch has 128 indices."""
 
 
 @contextlib.contextmanager
 def simulated_gpu(gpu: GPU) -> Iterator[torch.device]:
     """Simulates `gpu` in this process; yields its device.
 
-    A value that is read from a tensor without memory is the one of valid data: True for a condition, 0 for a number. Only one
-    thread of the process may use torch meanwhile, because `torch.cuda`'s queries are replaced.
+    Reading a value from a tensor without memory returns what valid data would have: True for a condition, 0 for a number. Only
+    one thread of the process may use torch inside the context, because functions of `torch.cuda` are replaced.
     """
     device = torch.device("cuda", torch.cuda.device_count() + _numbers.setdefault(gpu, len(_numbers)))
     with mock.patch.multiple(torch.cuda, **_queries(gpu, device)), _SimulatedGpu(device):
@@ -74,7 +74,7 @@ class _SimulatedGpu(TorchFunctionMode):
         on_gpu = any(isinstance(value, Tensor) and value.is_meta for value in args)
         implementation = cuda_implementation(function) if on_gpu else None
         if implementation is not None:
-            with self:  # torch leaves a mode while it handles a function
+            with self:  # torch switches the mode off while it handles a function
                 return implementation(*args, **named)
         if on_gpu and function in _ANSWERS:
             return _ANSWERS[function](*args)
@@ -96,7 +96,8 @@ def _placed(value: Any) -> Any:
 
 
 def _address(tensor: Tensor) -> int:
-    """Returns an address of a tensor without memory: aligned where its storage begins, the same for tensors that share it."""
+    """Returns an address for a tensor without memory. The address of a storage is aligned, and tensors that share a storage
+    have addresses in it."""
     return (tensor.untyped_storage()._cdata << 8) + tensor.storage_offset() * tensor.element_size()
 
 

@@ -43,11 +43,12 @@ Form = Literal["fragments", "operands", "int4", "int8", "decoded", "rows"]
 class Problem:
     """One product: y[m, n] = x[m, k] . w[n, k]^T under a scheme, for x of `dtype` before it is quantized.
 
-    With `experts`, it is the product of a layer with that many matrices: each of the m rows of x is multiplied by `top_k`.
+    With `experts`, the layer has that many matrices, and each of the m rows of x is multiplied by `top_k` of them.
 
-    `machine`: the GPU, None on a CPU. `excluded`: reasons why no kernel of this library runs on the GPU. `scale_dtype`: type of
-    the weight's scales, if known. `decode_bytes`: largest size in bytes of a dequantized weight on a CPU. `form`: the form in
-    which the weight is already packed; with None it will be packed for the chosen kernel.
+    `machine`: the GPU; None on a CPU. `excluded`: reasons why no kernel of this library runs on the GPU. `scale_dtype`: type of
+    the weight's scales, if known. `decode_bytes`: bytes that one dequantized weight (an element) may take on a CPU; 0 if
+    weights must stay packed. `form`: the form in which the weight is already packed; None if it will be packed for the chosen
+    kernel.
     """
 
     scheme: Scheme
@@ -112,11 +113,11 @@ def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False,
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: its file, where it runs, the form of weight that it reads. `scaled`: True if its x has 8 bits. `experts`: True
-    if it multiplies the matrices of a layer of experts, False for single matrices.
+    """A kernel: its file, where it runs, and the form of weight that it reads. `scaled`: True if its x has 8 bits. `experts`:
+    True if it multiplies the matrices of a layer of experts, False for single matrices.
 
-    `own` returns the kernel's specific refusals, for problems whose device, x and form match. `tile` returns the chosen tile
-    with the reason, then the cost of the next best tile.
+    `own` returns the kernel's own refusals of a problem whose device, x and form match. `tile` returns lines of text: the
+    chosen tile with the reason, then the next best tile with its cost.
     """
 
     name: str
@@ -192,7 +193,7 @@ def describe(problem: Problem) -> str:
 
 
 def why_slow(problem: Problem) -> tuple[str, ...]:
-    """Returns the reasons why each fast kernel for the problem's device and x does not support it; empty if one does.
+    """Returns the reasons why no fast kernel for the problem's device and x supports it; empty if one does.
 
     A fast kernel keeps weights packed or dequantizes them once. Equal reasons of several kernels are listed once.
     """
@@ -207,8 +208,8 @@ def why_slow(problem: Problem) -> tuple[str, ...]:
 
 
 def instead(problem: Problem) -> Scheme | None:
-    """Returns a scheme similar to the problem's that a fast kernel supports: other group sizes are tried first, then no zero
-    points. None if there is none."""
+    """Returns a scheme similar to the problem's that a fast kernel supports; None if there is none. Other group sizes are tried
+    first, then schemes without zero points."""
     name = problem.scheme.name
     plain = re.sub(r"_(fz|z)(?=_|$)", "", name)
     for base in (name, plain):
@@ -223,7 +224,7 @@ def instead(problem: Problem) -> Scheme | None:
 
 @functools.cache
 def warn_slow(scheme: str, reasons: tuple[str, ...]) -> None:
-    """Warns once per scheme and reasons that layers dequantize their weights at every call."""
+    """Warns that layers of a scheme dequantize their weights at every call. The same warning is given only once."""
     warnings.warn(
         f"layers of {scheme} decode their weights at every call, several times slower than without quantization, since no "
         f"kernel takes them ({'; '.join(reasons)})",
@@ -310,7 +311,7 @@ def _tile_16(p: Problem) -> tuple[str, ...]:
 
 
 def _in_words(best: Candidate[Any], *others: Candidate[Any]) -> tuple[str, ...]:
-    """Returns text: the chosen tile and the reason, then the next best tile and its cost."""
+    """Returns lines of text: the chosen tile and the reason, then the next best tile and its cost."""
     why = best.measured or f"modelled {best.cost_us:.1f} us"
     return (f"{best.tile}: {why}", *(f"next best: {row.tile}, {row.cost_us:.1f} us" for row in others[:1]))
 
@@ -328,7 +329,7 @@ def _tiles_experts(p: Problem) -> tuple[ExpertCandidate, ...]:
 
 
 def _experts(p: Problem, kind: type[RingTile] | type[MmaTile] | type[WgmmaTile]) -> tuple[str, ...]:
-    """Returns the reasons why a kernel of experts does not multiply a layer of them."""
+    """Returns the reasons why a kernel with tiles of a `kind` does not compute a layer of experts; empty if it does."""
     assert p.machine is not None
     if reasons := (*_of_16_bits(p), *(_without_wgmma(p) if kind is WgmmaTile else ())):
         return reasons
@@ -377,7 +378,7 @@ def _scaled_experts(p: Problem) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _tiles_8(p: Problem) -> tuple[Candidate[ScaledTile], ...]:
     assert p.machine is not None
-    x_blocks = isinstance(p.scheme.granularity, PerBlock) and p.k > p.scheme.granularity.k  # one block: a scale per token
+    x_blocks = isinstance(p.scheme.granularity, PerBlock) and p.k > p.scheme.granularity.k  # one block: one scale per token
     shape = scaled_shape(p.scheme, p.m, p.n, p.k, x_blocks)
     found = candidates_scaled(shape, p.machine, batch_invariant=p.batch_invariant)
     return tuple(row for row in found if not row.reasons)

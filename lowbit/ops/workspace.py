@@ -28,7 +28,7 @@ class _Counters:
 
     memory: Tensor
     nothing: tuple[Tensor, Tensor]
-    """The arguments of a launch without splits: one float32 and one int32, which it does not access."""
+    """The arguments of a launch without splits. It does not access these two elements, a float32 and an int32."""
     used: int = ALIGNED
     of_streams: dict[int, Tensor] = field(default_factory=dict)
 

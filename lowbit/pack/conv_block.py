@@ -1,8 +1,8 @@
 """Weights and constants of a bottleneck block for one kernel, in which the outputs of a product are the input of the next one.
 
-A thread requantizes its columns of a product to codes, which become its registers of operand A of the next product without
-moving. This is possible because K may be in any order: the next product's weights are packed in the order in which threads hold
-the columns.
+A thread requantizes its columns of a product to codes. They become its registers of operand A of the next product, without an
+exchange between threads. This is possible because K may be in any order: the next product's weights are packed in the order in
+which threads hold the columns.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ the kernel takes 74.9 us instead of 71.9."""
 
 
 def linked_order(columns: int) -> tuple[int, ...]:
-    """Returns, for each index along K of a product, the column of the previous product (with `columns` columns, a multiple of
-    32) whose codes it reads there. A thread's registers of sums, in order, are its registers of operand A."""
+    """Returns, for each index along K of a product, the column of the previous product whose codes it reads there.
+
+    columns: number of columns of the previous product, a multiple of 32. A thread's registers of sums become its registers of
+    operand A in the same order."""
     order = [0] * columns
     for places, held in zip(held_places(columns), held_columns(columns), strict=True):
         for place, column in zip(places, held, strict=True):
@@ -39,8 +41,8 @@ def linked_order(columns: int) -> tuple[int, ...]:
 
 
 def loaded_order(x: str, channels: int = CHANNELS) -> tuple[int, ...]:
-    """Returns, for each index along K, which of `channels` channels it is, if each of a row's four threads loads the packed
-    codes of a quarter of them, which are neighbours.
+    """Returns the channel (of `channels`) at each index along K, if each of a row's four threads loads the packed codes of a
+    quarter of the channels, which are neighbours.
 
     A word of 4-bit codes gives one register of even channels, then one of odd channels.
     """

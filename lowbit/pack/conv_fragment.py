@@ -4,8 +4,8 @@ A step is one tap and 32 bytes of a packed pixel. A tile is 64 outputs: 8 fragme
 holds the channels whose codes are in bytes 8 t to 8 t + 7 of the step. So its part of operand A is 8 neighbouring bytes of a
 pixel; this works because K may be in any order that both operands share. The words depend on storage and weight bits:
 
-    u4 x 4 bits   m16n8k64: words of channels 16 t on and 16 t + 8 on
-    s8            m16n8k32: words of channels 8 t on and 8 t + 4 on
+    u4 x 4 bits   m16n8k64: two words, of the channels from 16 t on and from 16 t + 8 on
+    s8            m16n8k32: two words, of the channels from 8 t on and from 8 t + 4 on
     u4 x 8 bits   m16n8k32 twice: even channels of both words (the low halves of bytes are unpacked together), then odd channels
 
 Columns are in the order of pack/conv_layout.py: a thread's 16 sums of a pixel are 16 neighbouring channels (64 bits of 4-bit

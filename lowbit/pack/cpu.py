@@ -10,8 +10,8 @@ int4 holds integers of 2, 3 and 4 bits (code4 is the code, shifted so that the m
 bits. Both forms only rearrange the codes; `CpuWeight.unpack_codes` returns the codes bit for bit. Decoded weights have no
 codes; a layer also keeps the form on disk. `_column_order` determines the order of int4 from torch; this form is never saved.
 
-Torch's products of bf16 x need scales in bf16, whose rounding error is at most 2^-8 of their value. Each weight has the same
-error where weights are rounded to bf16 (docs/internals/numerics.md).
+Torch's products of bf16 x need scales in bf16, whose rounding error is at most 2^-8 of their value. Rounding each weight to
+bf16 has an error of the same size (docs/internals/numerics.md).
 """
 
 from __future__ import annotations
@@ -172,15 +172,15 @@ def pack_int8(q: QuantTensor) -> CpuWeight:
 
 
 def int4_columns(codes: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Returns (order int64 [R], uint8 [B, K, R / 2]) for the rows [start, end) of an int4 form, which are B blocks of R rows.
-    Nibble r of a column (of each byte the low one first) belongs to row order[r] of its block."""
+    """Returns (order int64 [R], bytes uint8 [B, K, R / 2]) for the rows [start, end) of an int4 form, which are B blocks of R
+    rows. Nibble r of a column belongs to row order[r] of its block; the low nibble of a byte comes first."""
     k = 2 * codes.shape[1]
     block = min(block_rows(), end - start)
     return _column_order(block), codes.view(-1)[start * k // 2 : end * k // 2].view(-1, k, block // 2)
 
 
 def row_blocks(n: int, blocks: int) -> list[tuple[int, int]]:
-    """Yields ranges [start, end) of rows of an int4 form of N rows: at most `blocks` whole blocks each, then the remaining
+    """Returns ranges [start, end) of rows of an int4 form of N rows: at most `blocks` whole blocks each, then the remaining
     rows."""
     step = block_rows() * blocks
     whole = n - n % block_rows()

@@ -1,7 +1,7 @@
 """The experts of a layer as one weight for 8-bit activations: pack/scaled.py with a leading dimension for the expert.
 
-codes           [E, ..]     of each expert as `OperandWeight` has it, contiguous; so are
-scale           [E, ..]     scales of groups or blocks
+codes           [E, ..]     the codes of each expert as in `OperandWeight`, contiguous
+scale           [E, ..]     scales of groups or blocks, likewise
 channel_scale   float32 [E, N]
 sums            float32 [E, N]
 """
@@ -35,10 +35,10 @@ class ExpertOperandWeight(PackedMatrix):
 
     @classmethod
     def pack(cls, experts: Sequence[QuantTensor]) -> ExpertOperandWeight:
-        """The kernels' form of matrices [N, K], on the device of the first; packed one at a time.
+        """Returns the kernels' form of matrices [N, K], on the device of the first; packs them one at a time.
 
-        Raises ValueError for no experts, for experts that differ in scheme, shape or type of scales, and for what
-        `OperandWeight.pack` refuses.
+        Raises ValueError if there are no experts, if they differ in scheme, shape or type of scales, or if
+        `OperandWeight.pack` does.
         """
         check_alike(experts)
         first = OperandWeight.pack(experts[0])
@@ -55,12 +55,12 @@ class ExpertOperandWeight(PackedMatrix):
         return self.codes.shape[0]
 
     def expert(self, e: int) -> OperandWeight:
-        """Expert `e` alone: views of this weight's memory."""
+        """Returns expert `e` as views of this weight's memory."""
         scale, channel = (None if t is None else t[e] for t in (self.scale, self.channel_scale))
         return OperandWeight(self.codes[e], scale, channel, self.sums[e], self.scheme, self.shape)
 
     def unpack(self) -> list[QuantTensor]:
-        """The matrices that `pack` packed, as `OperandWeight.unpack` returns them."""
+        """Returns the matrices that `pack` packed, with the scales that `OperandWeight.unpack` returns."""
         return [self.expert(e).unpack() for e in range(self.experts)]
 
     def row_axes(self) -> dict[str, tuple[int, int]]:

@@ -1,10 +1,10 @@
 """Fragment order: the codes of a thread's A fragments are contiguous, so that it loads them straight into registers.
 
 The order is computed from a row of `hardware.mma`; no permutation is written by hand. A row block is 16 rows (m16), the part of
-operand A that one warp holds: mma.sync has one, a wgmma warpgroup four, one for each of its warps. A tile is a row block x 64
-columns of K, held by 32 lanes. Each lane holds 32 codes of a tile, which take as many words as a code has bits. The words are
-stored in groups of at most 4 (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), so that every load is aligned and a warp reads neighbouring
-bytes:
+operand A that one warp holds. An mma.sync reads one row block; a wgmma reads four, one for each warp of its warpgroup. A tile
+is a row block x 64 columns of K, held by 32 lanes. Each lane holds 32 codes of a tile, which take as many words as a code has
+bits. The words are stored in groups of at most 4 (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), so that every load is aligned and a warp
+reads neighbouring bytes:
 
     int32 [N/16, K/64, 32 * bits]; the words of one tile, 6 bits:  lane 0: 4 words | lane 1: 4 words | ... | lane 31: 4 words
                                                                    lane 0: 2 words | lane 1: 2 words | ... | lane 31: 2 words
@@ -19,7 +19,7 @@ one mask extracts both. For f16 A fragments and 4 bits a word is one k16 step:
     element  odd     odd     odd     odd    | even    even    even    even
     register a3      a2      a1      a0     | a3      a2      a1      a0
 
-    lane 4g + t: a0 is row g, columns 2t and 2t + 1 of the step; a1 is 8 rows further down, a2 8 columns further, a3 both
+    lane 4g + t, t < 4: a0 is row g, columns 2t and 2t + 1 of the step; a1 is 8 rows further down, a2 8 columns further, a3 both
 
 Registers are numbered through the k steps of the tile in order. Codes of 3, 5, 6 or 7 bits are spread over several words of a
 tile.
@@ -183,7 +183,7 @@ def word_places(bits: int, device: torch.device | None = None) -> Tensor:
 
 
 _OF_ELEMENTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By number of elements of a register, the integer type that is as wide as their codes, one byte each."""
+"""Number of elements of a register -> the integer type that is as wide as their codes, at one byte per code."""
 
 
 def _repeated(mask: int, elements: int, window: int) -> int:

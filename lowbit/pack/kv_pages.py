@@ -2,16 +2,17 @@
 
 In 16 bits, pages are k and v [pages, kv_heads, 128, head_dim] and there are no scales. Packed pages are uint8 [pages, kv_heads,
 bytes], with head_dim padded to D, a multiple of 32. A page has 4 blocks of 32 tokens. A warp loads a block in vectors of 16
-bytes, which are fragments of mma.sync.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"); lane 4g + t of lane group g:
+bytes, which are fragments of mma.sync.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"). A 32-bit word has 8 codes of 4
+bits or 4 codes of 8 bits. For each r from 0 to 3 and each 32 elements, lane 4g + t (t from 0 to 3) has, in one word or two:
 
-    K    operand A [tokens, elements]: a word has 8 bits (4 bits: 8; 8 bits: 4) codes of token 8r + g, elements 32i + 8t + ..
-    V    operand A [elements, tokens]: a word has elements 32y + g, + 8, + 16, + 24 of tokens 8r + 2t and 8r + 2t + 1
+    K    operand A [tokens, elements]: the 8 elements from 32i + 8t on of token 8r + g of the block
+    V    operand A [elements, tokens]: elements 32y + g, + 8, + 16, + 24 of tokens 8r + 2t and 8r + 2t + 1 of the block
 
-Words of a lane are ordered by r, then by elements, and stored as [block][vector of 4 words][lane][word of the vector]. A word
-has two halves, one for each of the two neighbours along the reduction of a product that share a register: of K elements 2j and
-2j + 1, of V the two tokens. Field j of both halves makes register j, so one mask extracts a register. No byte has codes of two
-tokens, so appending a token reads nothing. Scales are fp16 [pages, kv_heads, 128]; the scale of token 32b + 8r + g of a page is
-at 32b + 4g + r, so that a lane group's scales are one load.
+Words of a lane are ordered by r, then by elements, and stored as [block][vector of 4 words][lane][word of the vector]. A
+register holds two neighbours along the reduction of the product: elements 2j and 2j + 1 of K, or the two tokens of V. A word
+has one neighbour in each half. Field j of both halves makes register j, so one mask extracts a register. No byte has codes of
+two tokens, so a token is appended without reading others. Scales are fp16 [pages, kv_heads, 128]. The scale of token
+32b + 8r + g of a page is at 32b + 4g + r, so that a lane group (the lanes with one g) loads its scales at once.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def padded_head(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where the codes of each token of a page lie. Byte i of a token holds element low[i], of 4-bit formats also element
-    high[i] in its upper half; bytes int64 [128, bytes of a token] is its index within the page of a head."""
+    """The places of the codes of each token of a page. bytes: int64 [128, bytes of a token], the index of each byte of a token
+    within the page of a head. Byte i holds element low[i]; in 4-bit formats its upper half holds element high[i]."""
 
     bytes: Tensor
     low: Tensor
@@ -49,7 +50,7 @@ class RowPlaces:
 
 @functools.cache
 def row_places(bits: int, head_dim: int, values: bool, device: torch.device) -> RowPlaces:
-    """Returns the packed order of keys, or of values with `values`."""
+    """Returns the packed order of keys, or that of values if `values` is true."""
     d, fields = padded_head(head_dim), 16 // bits  # fields of half a word
     code = torch.arange(PAGE * d)
     if values:  # code is token * d + element: axes block r t half, y h field g
@@ -79,7 +80,7 @@ def scale_places(place: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KVPages:
-    """Keys and values of one layer, in the formats of `scheme`; see the module's docstring.
+    """Keys and values of one layer, in the formats of `scheme`; the module docstring has the order of codes.
 
     In 16 bits k and v are [pages, kv_heads, 128, head_dim] of the model's type and there are no scales. Else k and v are uint8
     [pages, kv_heads, bytes], k_scale and v_scale fp16 [pages, kv_heads, 128].

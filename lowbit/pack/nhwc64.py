@@ -2,8 +2,8 @@
 
 A pixel is a sequence of blocks; a block holds the codes of 64 channels in order. Byte i of a 4-bit block (32 bytes) has channel
 2i in its low half and channel 2i + 1 in its high half; byte i of an 8-bit block (64 bytes) is channel i. Channels that pad the
-last block have code 0. Blocks are those of NCHW64, but the blocks of a pixel are contiguous. So the rows of the implicit GEMM
-are contiguous, and reading them needs no permutation.
+last block have code 0. The blocks of a pixel are contiguous, unlike in NCHW64, which has the same blocks. So the rows of the
+implicit GEMM are contiguous, and reading them needs no permutation.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     scale           fp16 or bf16 [ceil(K / 128), N']             groups of 128 along K, N' is N padded to a multiple of 16
                     float32 [ceil(N / 128), ceil(K / 128)]       blocks of 128 x 128
     channel_scale   float32 [N]                                  one per output channel or tensor
-    sums            float32 [N]                                  what a zero of x is multiplied by: sums of the rows, scaled if
-                                                                 `scale` is there, before `channel_scale`
+    sums            float32 [N]                                  sums of the rows of decoded codes, times `scale` if there is
+                                                                 one; a zero point of x is multiplied by them
 
 There is either `scale` or `channel_scale`. Scales of groups of a multiple of 128 are repeated for groups of 128.
 """
@@ -27,10 +27,10 @@ from lowbit.pack.form import PackedMatrix
 from lowbit.pack.fragment import CODES_AT_ONCE, ROW_BLOCK, FragmentOrder
 
 GROUP = 128
-"""Number of columns of w that share a scale, where a row has several scales."""
+"""Number of columns of w that share a scale if a row has several scales."""
 
 ROW_BYTES = 16
-"""Rows of operands start at multiples of this."""
+"""Rows of operands start at multiples of this number of bytes."""
 
 _DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 

@@ -3,7 +3,7 @@
 Two by two pixels of up to 4 channels are one packed pixel of 16 bytes (byte 8 dy + 4 dx + channel). A window with stride 2 over
 pixels is a window with stride 1 over packed pixels, of at most 4 x 4 packed pixels. So 7 x 7 taps of 3 channels are 4 rows of
 64 bytes: K is 256 instead of 49 * 64. Packed rows include padding, so that a window that crosses the left or right border reads
-zeros. Above and below the image, the copies write zeros.
+zeros. For rows above and below the image, the kernels' copies write zeros.
 """
 
 from __future__ import annotations

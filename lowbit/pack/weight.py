@@ -1,14 +1,15 @@
 """A quantized matrix as the tensor-core kernels read it: codes in fragment order, scales beside them.
 
     codes           int32 [N/16, K/64, 32 * bits]            pack.fragment
-    scale           fp16 or bf16 [N/16, G, 8, 2]             groups along K: scales of rows g and g + 8 for lane group g
+    scale           fp16 or bf16 [N/16, G, 8, 2]             scales of groups along K: rows g and g + 8 for lane group g
                     fp16 or bf16 [N/16, G, 8, 4]             with zeros: those scales, then the zeros of both rows
     channel_scale   float32 [N]                              one scale per output channel, applied in the epilogue
-                                                             (beside scales of groups: a power of two)
-                    bf16 [N]                                 a power of two beside scales of groups stored times 2^24
+                                                             (a power of two if there are scales of groups)
+                    bf16 [N]                                 a power of two, if scales of groups are stored times 2^24
 
-Zeros are subtracted from codes, so they are stored by group even if scales are not. With integer zeros and a scale per channel
-or tensor, the scale is `channel_scale` in float32, and the groups have scales of 1 and the zeros; all are exact.
+G is the number of groups along K. Lane group g of a warp is lanes 4g to 4g + 3. Zeros are subtracted from codes, so they are
+stored by group even if scales are not. With integer zeros and a scale per channel or tensor, the scale is `channel_scale` in
+float32, and each group has a scale of 1 and its zero; all are exact.
 
 Scales of groups and floating-point zeros of 32 bits (GGUF's K types, DeepSeek's blocks) are rounded to fp16. Each row is first
 divided by the power of two that makes its largest scale 1/2 to 1; the epilogue multiplies by that factor. The relative error of
@@ -26,7 +27,7 @@ as described above. With bf16 scales, bf16 uses code * 2^-133 in the same way: s
 same spacing, so 8 bits fit.
 
 The kernels support groups of 16, 32, 64 and 128, which divide a k block of 128. Scales of other groups (48, 256, blocks of rows
-and columns) are repeated to fit: more bytes, the same weights.
+and columns) are repeated for groups of these sizes. This takes more bytes and leaves the weights as they are.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ class FragmentWeight(PackedMatrix):
         scales, zeros, subnormal = q.scale, q.zero, scaling == "subnormal"
         if scaling == "channels":
             channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
-            # 8-bit integers are exact in bf16, so these ones are bf16, which kernels with bf16 activations need not convert.
+            # Groups have scales of 1 and integer zeros, which are exact in bf16. Kernels with bf16 activations need not convert
+            # bf16.
             scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
         elif scaling != "groups":
             factor = _row_factors(q, 2.0**-16 if subnormal else 1.0)
@@ -270,12 +272,13 @@ def _as_subnormals(q: QuantTensor) -> bool:
 
 
 def _row_factors(q: QuantTensor, of: float = 1.0) -> Tensor:
-    """Returns a float32 power of two for each row of scales: `of` times the one by which the row's largest scale, divided, is
-    1/2 to 1 (less if zeros are more than 256 times as large)."""
+    """Returns `of` (a power of two) times a power of two for each row of scales, float32. The row's largest scale divided by
+    the latter is 1/2 to 1, or less if a zero is more than 256 times as large."""
     largest = q.scale.float().abs().amax(dim=1)
     if q.zero is not None and q.scheme.zero is ZeroPoint.FLOAT:
         largest = torch.maximum(largest, q.zero.float().abs().amax(dim=1) / 256)
-    # Near fp16's largest number, a scale that would be rounded to 2^16 counts as 2^16.
+    # With `of` = 2^-16, the largest stored scale is below 2^16. One that fp16 would round up to 2^16, which overflows, counts
+    # as 2^16.
     largest = largest if of == 1 else largest * (1 + 2.0**-11)
     exponent = torch.frexp(largest).exponent.clamp(min=-126 if of == 1 else -110, max=127)
     return torch.ldexp(torch.full_like(largest, of), exponent)

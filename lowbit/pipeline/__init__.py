@@ -1,4 +1,5 @@
-"""Loads a model, quantizes it if a scheme is given, and generates: DeepSpeed-MII's pipeline, and streams.
+"""Loads a model, quantizes it if a scheme is given, and generates text. The interface is that of DeepSpeed-MII's pipeline, with
+streams added.
 
 pipe = lowbit.pipeline("path", scheme="wf6af16")
 for response in pipe(["DeepSpeed is", "Seattle is"], max_new_tokens=128):

@@ -33,8 +33,8 @@ def compile_kernels(
 ) -> int:
     """Compiles the kernels that a pipeline over a model needs on each GPU into the file `target`; returns their number.
 
-    options: those of `engine_kernels`. progress: called with (done, total) before each kernel. Raises ValueError as
-    `engine_kernels`, and without a C compiler.
+    options: keyword arguments of `engine_kernels`. progress: called with (done, total) before each kernel. Raises ValueError
+    where `engine_kernels` does, and if there is no C compiler.
     """
     kernels = {gpu: engine_kernels(model, gpu, **options) for gpu in gpus}
     stated = {"name": Path(str(model)).name, **{name: value for name, value in options.items() if value}}
@@ -47,8 +47,8 @@ def engine_kernels(
     model: str | Path, gpu: GPU, *, scheme: str | None = None, batch_invariant: bool = False, max_concurrent: int = 64,
     cache_bytes: int | None = None, kv: str = "16", speculate: int = 0, lora: Mapping[str, str | Path] | None = None,
 ) -> list[RecordedKernel]:  # fmt: skip
-    """Returns every kernel that a pipeline over a model can launch on `gpu`: those that pack its weights, and those of all
-    batch sizes, prompts and ways of sampling of its engine.
+    """Returns every kernel that a pipeline over a model can launch on `gpu`. Some kernels pack its weights; its engine launches
+    the others, for any batch size, any prompt and any way of sampling.
 
     Arguments as for `pipeline`. Raises ValueError for models that the engine does not compute by its own kernels, and for a GPU
     whose memory does not hold the weights and one request.
@@ -74,8 +74,8 @@ def engine_kernels(
 def config_kernels(
     config: PreTrainedConfig, gpu: GPU, *, scheme: str, max_concurrent: int = 64, stop_tokens: int = 1
 ) -> list[RecordedKernel]:
-    """Returns `engine_kernels` of a model that has only a configuration, and a number of stop tokens, for which kernels of
-    sampling are compiled. Layers beyond the second one launch no other kernels, so `config` may have two.
+    """Returns the same kernels as `engine_kernels`, for a model of which only the configuration is known. Kernels of sampling
+    are compiled for `stop_tokens` stop tokens. Two layers in `config` suffice, since further layers launch the same kernels.
 
     Raises ValueError for models that the engine does not compute by its own kernels.
     """
@@ -90,6 +90,6 @@ def config_kernels(
 
 
 def _free_bytes(model: PreTrainedModel, gpu: GPU) -> int:
-    """Returns the memory that the engine takes for keys and values on a GPU with nothing but the model's weights."""
+    """Returns the bytes that the engine takes for keys and values on a GPU that holds only the model's weights."""
     weights = [*model.parameters(), *model.buffers()]
     return int(SHARE * max(gpu.total_memory - sum(tensor.nbytes for tensor in weights), 0))

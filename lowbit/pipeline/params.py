@@ -23,7 +23,7 @@ class UnknownArgument(TypeError):
 
 @dataclass(frozen=True)
 class Response:
-    """One generated text; lengths in tokens, padding not counted."""
+    """One generated text. Lengths are in tokens, without padding."""
 
     generated_text: str
     prompt_length: int

@@ -50,7 +50,8 @@ DRAFT_TOKENS = 4
 class Pipeline:
     """A model and its tokenizer, called with one prompt or several.
 
-    `stop_token_ids`: sorted tokens after which a sequence ends. `is_encoder_decoder`: the output does not continue the prompt.
+    `stop_token_ids`: tokens after which a sequence ends, sorted. `is_encoder_decoder`: True for models whose output does not
+    continue the prompt.
     """
 
     def __init__(
@@ -183,7 +184,8 @@ class Pipeline:
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Reasons why the engine does not support the model, so that it has calls but no streams; empty if it does."""
+        """Reasons why the engine does not support the model; empty if it does. Without the engine there are no streams, and
+        calls use Transformers' `generate`."""
         encoder = ("it is an encoder-decoder",) if self.is_encoder_decoder else ()
         return (*encoder, *config_refusals(self.model.generation_config))
 
@@ -236,9 +238,10 @@ class Pipeline:
 
         tokens = torch.tensor([padded(ids, pad) for ids in encoded], device=device)
         mask = torch.tensor([padded([1] * len(ids), 0) for ids in encoded], device=device)
-        before = 1 if self.is_encoder_decoder else longest  # a decoder's start token, or the prompt
+        # Each row of the output begins with the start token of an encoder-decoder, or with the padded prompt.
+        before = 1 if self.is_encoder_decoder else longest
         options: dict[str, Any] = {"max_new_tokens": limit, "pad_token_id": pad}
-        # Not set for 0, which would override the model's own min_length.
+        # A min_new_tokens of 0 is not passed on, since it would override the model's own min_length.
         options |= {"min_new_tokens": params.min_new_tokens} if params.min_new_tokens else {}
         if params.do_sample:
             options |= {"do_sample": True, "top_p": params.top_p, "top_k": params.top_k or 0}
@@ -257,7 +260,8 @@ class Pipeline:
         return [row.tolist() for row in out[:, before:]]
 
     def _response(self, prompt: str, ids: list[int], new: list[int], params: GenerateParams) -> Response:
-        """Truncates a row of the batch after its first stop token, then before its first stop string."""
+        """Returns the response of a row of the batch. Its tokens are cut after the first stop token, its text before the first
+        stop string."""
         reason = FinishReason.LENGTH
         if not params.ignore_eos:
             for i, token in enumerate(new):
@@ -273,13 +277,15 @@ class Pipeline:
         return Response(prompt + text if params.return_full_text else text, len(ids), len(new), reason)
 
     def _text(self, ids: list[int], new: list[int]) -> str:
-        """Text of `new` after the prompt `ids`, decoded with it: some tokenizers drop the space before a text's first word."""
+        """Returns the text of `new`, which follows the prompt `ids`. Both are decoded together, since some tokenizers drop the
+        space before a text's first word."""
         ids = [] if self.is_encoder_decoder else ids
         prompt, whole = (self.tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *new]))
         return whole[len(prompt) :] if whole.startswith(prompt) else self.tokenizer.decode(new, skip_special_tokens=True)
 
     def _tokens_until(self, ids: list[int], new: list[int], stop: Sequence[str]) -> int:
-        """Number of new tokens up to the end of the first stop string; other rows of the batch may have continued."""
+        """Returns the number of new tokens up to the end of the first stop string. More tokens may follow it, since a row
+        grows until all rows of the batch have ended."""
 
         def has_stopped(count: int) -> bool:
             text = self._text(ids, new[:count])
@@ -300,8 +306,8 @@ class _FiniteLogits(LogitsProcessor):
 class _StopStrings(StoppingCriteria):
     """Stops a row once its generated text, without the prompt, contains a stop string.
 
-    Transformers' own criterion also searches the prompt: it stops a row whose first token completes a stop string that began in
-    the prompt.
+    Transformers' own criterion also searches the prompt. It stops a row if the first new token completes a stop string that
+    begins in the prompt.
     """
 
     def __init__(self, pipe: Pipeline, encoded: list[list[int]], before: int, stop: Sequence[str]) -> None:
@@ -309,7 +315,7 @@ class _StopStrings(StoppingCriteria):
         self.tail = 4 * max(len(s) for s in stop) + 4  # a character is at most four byte tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        beams = len(input_ids) // len(self.encoded)  # adjacent rows of one prompt
+        beams = len(input_ids) // len(self.encoded)  # rows of each prompt; they are adjacent
         ended = [self._ended(self.encoded[i // beams], row) for i, row in enumerate(input_ids.tolist())]
         return torch.tensor(ended, device=input_ids.device)
 
@@ -347,9 +353,11 @@ def pipeline(
     quantization_mode: str | None = None,
     **unknown: Any,
 ) -> Pipeline:
-    """Returns a pipeline over a Transformers model at a path or hub name, or in a GGUF file: DeepSpeed-MII's `mii.pipeline`.
+    """Returns a pipeline over a Transformers model at a path or hub name, or in a GGUF file. The interface is that of
+    DeepSpeed-MII's `mii.pipeline`.
 
-    The output continues the prompt. An encoder-decoder such as BART or T5 instead answers it, by Transformers' `generate`.
+    The output continues the prompt. The output of an encoder-decoder such as BART or T5 does not: it is a separate text,
+    generated by Transformers' `generate`.
 
     Args:
         scheme: quantize 16-bit weights to it while loading ("wf6af16", "w4a16_g64", ...), as `lowbit.load` does. None loads the
@@ -357,26 +365,28 @@ def pipeline(
         quantization_mode: deprecated name of `scheme`, from DeepSpeed-MII.
         tokenizer: a tokenizer or its path, if it is not the model's own.
         device: default "cuda" if torch sees a GPU, else "cpu".
-        dtype: dtype of activations. Default: the checkpoint's own on a GPU. On a CPU bfloat16 for quantized models, which run
-            several times slower in float32 (`models.cpu`), and float32 for others.
-        max_length: default of the calls, in tokens of prompt and output together.
+        dtype: dtype of activations. Default on a GPU: the checkpoint's own. Default on a CPU: bfloat16 for quantized models,
+            which run several times slower in float32 (`models.cpu`), and float32 for others.
+        max_length: default `max_length` of calls, in tokens of prompt and output together.
         verify: first compare the files of a lowbit checkpoint with their checksums.
         progress: show bars while another tool's layers are read and while kernels are compiled for the first request.
-        batch_invariant: quantized layers give a token the same bits in every batch, on a GPU.
-        engine: use the decode engine for calls (docs/generate.md); default on a GPU.
-        head: the scheme of LM head and embedding of a quantized model under the engine on a GPU; None for 16 bits.
+        batch_invariant: on a GPU, quantized layers compute the same bits for a token in every batch.
+        engine: True makes calls use the decode engine (docs/generate.md), False Transformers' `generate`. Default: True on a
+            GPU.
+        head: scheme of the LM head and the embedding of a quantized model, if the engine computes it on a GPU; None leaves them
+            in 16 bits.
         max_concurrent: maximum number of sequences that the engine computes at once.
         cache_bytes: the engine's memory for keys and values (default: most of the GPU's free memory, `engine.Engine`).
-        kv: how the engine stores keys and values: "16", "fp8", "int8", "int4", or keys and values apart (docs/kv.md). Calls use
-            the engine then, on a CPU too.
+        kv: how the engine stores keys and values: "16", "fp8", "int8", "int4", or one format for keys and another for values
+            (docs/kv.md). Anything but "16" makes calls use the engine, on a CPU too.
         speculate: maximum number of tokens, up to 7, that a step guesses from a sequence's own text and verifies
-            (docs/speculate.md). Calls use the engine then, on a CPU too.
-        draft: a folder or hub name of a small model with the same tokenizer, which guesses them instead, quantized to `scheme`
-            unless it is quantized already; `speculate` is then 4 unless it is given.
+            (docs/speculate.md). Any number above 0 makes calls use the engine, on a CPU too.
+        draft: folder or hub name of a small model with the same tokenizer, which guesses the tokens instead. It is quantized to
+            `scheme` unless its files are quantized already. `speculate` is 4 with a draft model unless it is given.
         lora: folders of LoRA adapters as PEFT writes them, by names (docs/lora.md). A call with `adapter=name` is computed with
-            that adapter, other calls without one. Calls use the engine then, on a CPU too.
-        step_ms: milliseconds that a step of the engine on a GPU may take when it computes prompt tokens beside sequences that
-            decode; None for no limit.
+            that adapter, other calls without one. Adapters make calls use the engine, on a CPU too.
+        step_ms: milliseconds that a step of the engine on a GPU may take if it computes prompt tokens and decodes sequences at
+            once; None for no limit.
         kernels: a kernels file of `lowbit compile`, so that nothing is compiled on a GPU. By default a file `kernels-*.lowbit`
             beside the checkpoint is used if this user compiled it. It runs with this process's rights.
         tensor_parallel: number of GPUs that compute the model together, each in a process of its own with its part of the
@@ -399,7 +409,7 @@ def pipeline(
     device, source = torch_device(device), resolve(model_name_or_path)
     if device.type == "cuda":
         folder = source.path if source.path.is_dir() else source.path.parent
-        use_kernels(device, kernels, folder)  # before the weights are loaded, which kernels pack
+        use_kernels(device, kernels, folder)  # before the weights are loaded, since kernels pack them
     head = head if engine in (True, None) and device.type == "cuda" else None
     ranks: LeadingRanks | None = None
     if tensor_parallel > 1:
@@ -431,8 +441,8 @@ def pipeline(
 def _draft_model(
     draft: str | Path, scheme: str | None, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, device: torch.device
 ) -> PreTrainedModel:
-    """Returns a draft model, quantized to `scheme` unless its files are quantized. Raises ValueError if its tokens are not
-    those of the model's tokenizer."""
+    """Returns a draft model, quantized to `scheme` unless its files are quantized. Raises ValueError if its vocabulary differs
+    from that of the model's tokenizer."""
     source = resolve(draft)
     if source.quantized_to is not None or source.gguf is not None:
         scheme = None

@@ -1,4 +1,5 @@
-"""Engine requests of a pipeline call, one for each prompt, sampled as by Transformers' `generate`."""
+"""Makes the engine's requests of a pipeline call, one for each prompt. Sampling settings have the same meaning as in
+Transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from lowbit.models.generation import sampling_settings
 from lowbit.pipeline.params import GenerateParams
 
 _USED = {"temperature", "min_p", "repetition_penalty"}
-"""Fields of a model's generation config that are defaults of a call, as in `generate`."""
+"""Fields of a model's generation config whose values are the defaults of a call, as they are for `generate`."""
 
 _SAID = {
     "do_sample", "top_k", "top_p", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "eos_token_id",
@@ -24,11 +25,12 @@ _SAID = {
 """Fields that calls and the pipeline set themselves, or that do not change the tokens."""
 
 _NEXT_SEED = 0x9E3779B97F4A7C15
-"""Difference between the seeds of a call's prompts, 2^64 over the golden ratio: calls with adjacent seeds share no seed."""
+"""Difference between the seeds of a call's prompts: 2^64 divided by the golden ratio. It is large, so that two calls with
+adjacent seeds have no seed in common."""
 
 
 def config_refusals(config: GenerationConfig) -> tuple[str, ...]:
-    """Reasons why an engine cannot sample as a model's generation config states; empty if it can."""
+    """Returns the reasons why an engine cannot sample as a model's generation config states; empty if it can."""
     fields = {name for name, value in config.to_diff_dict().items() if value is not None}
     unknown = sorted(fields - _USED - _SAID)
     return tuple(f"its generation config sets {name}={getattr(config, name, None)!r}" for name in unknown)

@@ -28,8 +28,9 @@ def search_scale(
 ) -> Tensor | None:
     """Returns the scale s [K] float32, positive, of the input channels of `weights` [N_i, K], which read one input.
 
-    It is the candidate for which quantizing W s and dividing by s has the least output error; None if none is better than 1.
-    shared [K]: channels of the producer; input channels with the same number get the same scale.
+    The scale is the candidate for which quantizing W s and dividing by s has the least output error. None means that no
+    candidate is better than s = 1. shared [K]: the output channel of the producer from which each input channel comes; input
+    channels that come from one get the same scale.
     """
     weights = [w.float() for w in weights]
     least = sum(rounding_error(w, s, statistics.hessian) for w, s in zip(weights, schemes, strict=True))
@@ -45,7 +46,8 @@ def search_scale(
 def clipped(
     weight: Tensor, scheme: Scheme, hessian: Tensor, stored: torch.dtype | None = None, scale_type: torch.dtype | None = None
 ) -> QuantTensor:
-    """Returns `weight` [N, K] rounded to nearest, each group with the clip factor of least error in its part of the output.
+    """Returns `weight` [N, K] rounded to nearest. Each group takes the clip factor with the least error in the outputs of its
+    own columns.
 
     hessian [K, K]: the sum of x^T x. stored, scale_type: as for `rtn`.
     """
@@ -89,7 +91,7 @@ def _centered(scale: Tensor) -> Tensor:
 
 
 def rounding_error(w: Tensor, scheme: Scheme, hessian: Tensor, scale: Tensor | None = None) -> float:
-    """Returns the squared error of the output of `w` [N, K], float32, rounded to nearest after its columns are multiplied by
-    `scale` [K], for inputs with this Hessian."""
+    """Returns the squared output error of rounding `w` [N, K], float32, to nearest, for inputs with this Hessian. With `scale`
+    [K], the columns are multiplied by it before rounding and divided by it afterwards."""
     quantized = rtn(w, scheme).dequantize() if scale is None else rtn(w * scale, scheme).dequantize() / scale
     return float(output_error(quantized - w, hessian).double().sum())

@@ -1,9 +1,10 @@
 """Mixed precision of experts, an experiment: a scheme for each expert of a layer within a budget of bits.
 
-An expert that many tokens reach adds more to the error of the layer's output, since its errors are added more often. Whether it
-is worth more bits is a question of how that error falls with the bits; `expert_costs` measures both. Three answers are compared
-for one budget: the same scheme for all, bits by hits alone (`by_hits`), and the least sum of measured errors
-(`quantize.mixed.choose`). The product of all experts of a layer takes one scheme, so checkpoints hold no such mixture.
+An expert that many tokens reach adds more to the error of the layer's output, since its errors are added more often. It is
+worth more bits only if its error falls fast enough with the bits; `expert_costs` measures error and bits of each scheme. Three
+choices are compared for one budget: the same scheme for all, bits by the number of tokens alone (`by_hits`), and the least sum
+of measured errors (`quantize.mixed.choose`). Checkpoints cannot hold such a mixture, because the product of all experts of a
+layer takes one scheme.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Calibrated quantization of the experts of one layer, each with the tokens that the router sends to it.
 
-The output of a layer is y = sum over the experts e of x of  p_e (down_e h_e + b'_e),  with  h_e = gate(gate_up_e x + b_e)  and
-the router's weight p_e. An error D of a matrix adds p_e^2 |D x|^2 per token to the squared error (|D h_e|^2 for down). So the
-Hessian of an expert's input is the sum of p_e^2 x^T x over its tokens. Tokens of the whole layer are added with a small weight,
-since few tokens of an expert do not determine it.
+For a token x, the output of a layer is the sum of  p_e (down_e h_e + b'_e)  over the experts e that the router chose, with
+h_e = gate(gate_up_e x + b_e), the router's weight p_e and biases b_e and b'_e. An error D of gate_up adds p_e^2 |D x|^2 per
+token to the squared error, an error D of down p_e^2 |D h_e|^2. So the Hessian of an expert's input is the sum of p_e^2 x^T x
+over its tokens. An expert may have too few tokens to determine it, so tokens of the whole layer are added with a small weight.
 
-Experts are quantized one after another from x of all tokens. Memory beside x and the weights: the rows of one expert and the
-Hessians of its two matrices, 4 K^2 + 4 I^2 bytes. All experts of a layer share the transform of their input: AWQ's scale of the
-channels of x, and the rotation. A scale of the channels of h_e moves into the rows of up at no cost if h_e is proportional to
-up x; then each expert has its own.
+Experts are quantized one after another from x of all tokens. The memory beside x and the weights is that of one expert's rows
+and of the Hessians of its two matrices, 4 K^2 + 4 I^2 bytes. All experts of a layer share the transform of their input: AWQ's
+scale of the channels of x, and the rotation. If h_e is proportional to up_e x, each expert has its own scale of the channels of
+h_e, which is folded into the rows of up_e at no cost.
 """
 
 from __future__ import annotations
@@ -29,16 +29,23 @@ from lowbit.quantize.smoothquant import best_alpha, smoothing_scale
 from lowbit.quantize.statistics import InputStatistics
 
 LEAST_TOKENS = 32
-"""Experts that fewer tokens reach are rounded to nearest."""
+"""Experts with fewer calibration tokens than this are rounded to nearest."""
 PRIOR_TOKENS = 256
-"""Tokens of the whole layer count as much as so many tokens of an expert; without them, few tokens are fitted too closely.
+"""The added tokens of the whole layer together count as much as this many tokens of an expert. Without them, an expert with few
+tokens is overfitted.
 
-Measured with a quarter of an MLP of SmolLM2-135M in w4a16_g64 as one expert; its tokens were one of 8 clusters of x. Error on
-the cluster's tokens of another text, relative to rounding, without and with 256: GPTQ from 128 tokens 1.06 and 0.88 (layer 6),
-0.73 and 0.61 (layer 20), from 512 0.97 and 0.85, 0.59 and 0.55; learned rounding from 32 tokens 1.46 and 0.86, 1.33 and 0.76,
-from 512 0.91 and 0.79, 0.69 and 0.64. For GPTQ 64 to 1,024 are much the same (a Xeon, 2026-11-24)."""
+Measured with a quarter of an MLP of SmolLM2-135M in w4a16_g64 as one expert, whose tokens were one of 8 clusters of x (a Xeon,
+2026-11-24). Error on the cluster's tokens of another text, relative to rounding to nearest, without and with 256 added tokens:
+
+    tokens of the expert          layer 6          layer 20
+    GPTQ, 128                     1.06 and 0.88    0.73 and 0.61
+    GPTQ, 512                     0.97 and 0.85    0.59 and 0.55
+    learned rounding, 32          1.46 and 0.86    1.33 and 0.76
+    learned rounding, 512         0.91 and 0.79    0.69 and 0.64
+
+For GPTQ, 64 to 1,024 added tokens give much the same errors."""
 BACKGROUND_ROWS = 2048
-"""Tokens of the whole layer that every expert computes for that, evenly spaced."""
+"""Number of tokens of the whole layer that are added to those of each expert, evenly spaced."""
 SAMPLE_ROWS = 256
 """Rows that the search of SmoothQuant's alpha computes with."""
 
@@ -48,8 +55,8 @@ class ExpertMatrices:
     """The experts of one layer before they are quantized.
 
     gate_up: [E, N, K] and down: [E, K', I], any float dtype. gate: maps rows gate_up x + bias [R, N] to h [R, I]. gate_up_bias
-    [E, N] and down_bias [E, K'] or None. up_rows: int64 [I], row of gate_up that h is proportional to, channel by channel; None
-    if it is proportional to none. Raises ValueError for shapes that do not go together.
+    [E, N] and down_bias [E, K'] or None. up_rows: int64 [I]; channel i of h is proportional to output up_rows[i] of gate_up.
+    None if there are no such outputs. Raises ValueError for shapes that do not go together.
     """
 
     gate_up: Tensor
@@ -89,10 +96,11 @@ class ExpertMatrices:
 
 
 class RoutedInputs:
-    """The inputs of the experts of one layer: x [T, K] of all tokens, any float dtype, and what the router says of them.
+    """The inputs of the experts of one layer: x [T, K] of all tokens, any float dtype, and the router's experts and weights.
 
-    experts: int [T, top_k]; a number from `count` on is no expert of this layer. weights: float [T, top_k]. tokens: the number
-    of tokens of each expert. Raises ValueError for shapes that do not go together and for negative numbers of experts.
+    experts: int [T, top_k], indices of experts; indices of `count` and more are ignored. weights: float [T, top_k], the
+    router's weights. tokens: the number of tokens of each expert. Raises ValueError for shapes that do not go together and for
+    negative indices.
     """
 
     def __init__(self, x: Tensor, experts: Tensor, weights: Tensor, count: int) -> None:
@@ -175,8 +183,8 @@ def calibrate_experts(
     weight of the tokens of the whole layer beside those of an expert, in tokens of the expert. rotations: block sizes of the
     rotations of the inputs of gate_up and of down, 0 for none. stored: as for `rtn`.
 
-    Raises ValueError for a method that looks at no inputs, for schemes with static activations, which would need a scale per
-    expert, and for weights that are not finite.
+    Raises ValueError for another method, for schemes with static activations, which would need a scale per expert, and for
+    weights that are not finite.
     """
     if not isinstance(method, (Rtn, Gptq, Awq, SmoothQuant, Learned)):
         raise ValueError(f"{type(method).__name__} does not look at inputs")
@@ -250,7 +258,8 @@ class _ExpertLayer:
         return (x if self._scale is None else x / self._scale), weights
 
     def _h(self, hidden: Tensor) -> Tensor:
-        """Returns the inputs of the scaled and rotated down, given h that the rows of up have scaled."""
+        """Returns the inputs of the rotated and scaled down: h, in which folded scales are included already, rotated and
+        divided by the other scale."""
         hidden = rotate_blocks(hidden, self.rotations[1]) if self.rotations[1] else hidden
         return hidden if self._hidden_scale is None else hidden / self._hidden_scale
 
@@ -328,7 +337,7 @@ class _ExpertLayer:
         """Finds the scales of the channels of x and h."""
         smooth = self.method if isinstance(self.method, SmoothQuant) else getattr(self.method, "smooth", None)
         if isinstance(self.method, Awq):
-            # Of the unscaled experts, as the scale of one input changes no other input.
+            # Both searches use the unscaled experts, because the scale of one input does not change the other input.
             scale = self._shared_scale(0)
             if self._up_rows is not None:
                 for e in self._reached:
@@ -349,7 +358,7 @@ class _ExpertLayer:
         return rotate_blocks(rows, self.rotations[which]) if self.rotations[which] else rows, weights
 
     def _shared_scale(self, which: int) -> Tensor | None:
-        """Returns AWQ's scale of the channels of the input of gate_up or down that has the least error of all experts."""
+        """Returns AWQ's scale of the channels of the input of gate_up or down with the least error, summed over all experts."""
         if not self._reached:
             return None
         total = relative = torch.zeros(())
@@ -367,7 +376,7 @@ class _ExpertLayer:
         return scales[errors.index(min(errors))]
 
     def _smoothing(self, e: int, smooth: SmoothQuant) -> dict[int, Tensor]:
-        """Returns SmoothQuant's scale of the channels of h of an expert, by expert; empty for none."""
+        """Returns {e: SmoothQuant's scale of the channels of h} of expert e; empty if no scale is better."""
         rows, _ = self._input(e, 1)
         statistics = self._statistics(rows, torch.ones_like(rows[:, :1]), hessian=False, keep=SAMPLE_ROWS)
         weights = [self._rotated(e, 1)]

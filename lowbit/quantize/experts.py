@@ -19,8 +19,8 @@ class _MixedScales(Exception):
 def quantize_experts(count: int, quantize: QuantizeExpert) -> ExpertTensor:
     """Returns the weights of `count` experts, each quantized by `quantize` and packed before the next.
 
-    All experts of a layer have scales of one dtype. Where fp16 holds those of some experts only (`rtn.scale_dtype`), all are
-    quantized again with scales in bf16, so that codes remain the nearest ones for the stored scales.
+    All experts of a layer have scales of one dtype. If fp16 can hold the scales of some experts only (`rtn.scale_dtype`), all
+    experts are quantized again with bf16 scales. Converting the scales alone would leave codes that are not the nearest ones.
     """
     try:
         return ExpertTensor.stack(_one_by_one(count, quantize, None), count)

@@ -1,8 +1,8 @@
 """GPTQ: rounds weights column by column and compensates each error in the columns that follow.
 
 Source: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
-arXiv:2210.17323: the order of columns, the inverse Hessian's Cholesky factor, lazy updates in blocks. `act_order` and
-`static_groups` are the options of that name in the authors' code.
+arXiv:2210.17323. It describes the order of columns, the inverse Hessian's Cholesky factor and lazy updates in blocks.
+`act_order` and `static_groups` are the options of that name in the authors' code.
 """
 
 from __future__ import annotations
@@ -118,9 +118,10 @@ class _Grid:
             self.zero[:, group] = zero
 
     def round_columns(self, w: Tensor, factor: Tensor, groups: Tensor, cost: Tensor | None) -> Tensor:
-        """Returns codes [K, N] of the columns of the weight, the rows of `w` [K, N], which is overwritten.
+        """Returns codes [K, N] of the transposed weight `w` [K, N], which is overwritten.
 
-        groups [K]: the column of scales of each. With `cost` [K], scales are computed at the start of each group.
+        groups [K]: the group (column of `scale`) of each row of w. With `cost` [K], scales are computed at the start of each
+        group.
         """
         k, n = w.shape
         codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
@@ -147,7 +148,7 @@ class _Grid:
 
 
 class _GpuGrid(_Grid):
-    """`_Grid` implemented by kernels, without a synchronization before the last column."""
+    """`_Grid` implemented by kernels. It synchronizes with the GPU only after the last column."""
 
     def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch, dtype: torch.dtype) -> None:
         super().__init__(weight, scheme, search, dtype)
@@ -181,8 +182,8 @@ class _GpuGrid(_Grid):
 
 
 def _blocks(k: int, width: int) -> list[tuple[int, int]]:
-    """Returns ranges of about BLOCK columns; a group starts with a range or is inside one, so that its scales are computed from
-    weights with all earlier errors compensated."""
+    """Returns ranges of about BLOCK columns. Each contains whole groups or is inside one, so that the scales of a group are
+    computed from weights in which all earlier errors are compensated."""
     if width > BLOCK:
         return _inside_groups(k, width)
     step = BLOCK // width * width

@@ -1,7 +1,7 @@
 """GPTQ's column loop on a GPU: one kernel rounds a block of columns, another computes the error of each clip factor of a group.
 
-round_block   a program loads ROWS rows of up to BLOCK columns. Per column it rounds, divides the error by the factor's diagonal
-              and updates the following columns; it stores codes and errors. Rows are independent.
+round_block   a program loads ROWS rows of up to BLOCK columns. Per column it rounds, divides the error by the diagonal of the
+              inverse Hessian's factor and updates the following columns. It stores codes and errors. Rows are independent.
 clip_errors   a program computes FIT_ROWS rows for all clip factors; it sums squared errors times their cost over the columns of
               the group, one column after the other
 Exact         the same roundings in the same order as plain torch (no fused multiply-add, true divisions, ties to even), so
@@ -27,7 +27,7 @@ FIT_ROWS = 32
 """Rows per program of `clip_errors`."""
 
 _ZEROS = {ZeroPoint.NONE: 0, ZeroPoint.INTEGER: 1, ZeroPoint.FLOAT: 2}
-# Adding and then subtracting it rounds numbers below 2^22 to integers, ties to even.
+# 1.5 * 2^23: adding and then subtracting this rounds float32 numbers below 2^22 to integers, ties to even.
 _ROUNDING = tl.constexpr(12582912.0)
 
 
@@ -86,14 +86,14 @@ def round_block(
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, ZERO: tl.constexpr, FLOAT: tl.constexpr, SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr, LOWEST: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Stores codes and errors [columns, n] of w [columns, n]; groups [columns] is the column of scales of each."""
+    """Stores codes and errors [columns, n] of w [columns, n]. groups [columns]: the column of `scales` of each column."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     exist = row < n
     tile = tl.load(w + column[:, None] * n + row[None, :], mask=(column < columns)[:, None] & exist[None, :], other=0.0)
     own = (row // rows_per_scale) * scales_stride
     for j in range(columns):
-        # A sum of one number and zeros, on the bits as integers, so that a negative zero stays negative.
+        # Extracts column j as a sum with zeros. It adds the bits as integers, because -0.0 + 0.0 is 0.0 in floats.
         bits = tl.where(column[:, None] == j, tile.to(tl.int32, bitcast=True), 0)
         x = tl.sum(bits, axis=0).to(tl.float32, bitcast=True)
         at = own + tl.load(groups + j)
@@ -140,7 +140,8 @@ def round_columns(
     codes: Tensor, errors: Tensor, w: Tensor, factor: Tensor, groups: Tensor, scale: Tensor, zero: Tensor | None,
     scheme: Scheme, rows: int,
 ) -> None:  # fmt: skip
-    """Rounds k columns of a weight; writes `codes` uint8 and `errors` float32 [k, N], the update of the following columns.
+    """Rounds k columns of a weight. Writes `codes` uint8 [k, N] and `errors` float32 [k, N], by which the caller updates the
+    columns after these.
 
     w: float32 [k, N], columns contiguous. factor: float32 [k, k], these columns of the inverse Hessian's factor. scale, zero:
     those of the whole weight. groups int [k]: the column of scales for each column of w. rows: number of rows of the weight

@@ -20,8 +20,9 @@ def hqq(weight: Tensor, scheme: str | Scheme, *, scale_type: torch.dtype | None 
     """Quantizes `weight` [N, K] (any float dtype, any device) with zeros that minimise the sum of |error|^0.7.
 
     Scales are those of rounding to nearest, from the smallest and largest weight of each group. Each of at most 20 steps
-    shrinks the errors to the outliers of a p-norm with p = 0.7 and moves the zero to the mean of the rest. Every group takes
-    the best zero of all steps, so it is never worse than the first. scale_type: the dtype of scales, if not that of `rtn`.
+    separates outliers from the rounding errors, by the shrinkage operator of the 0.7-norm, and moves the zero by the mean of
+    the remaining errors. Each group takes the best zero of all steps, so the result is never worse than the first zero.
+    scale_type: the dtype of scales, if not that of `rtn`.
     Raises ValueError for a scheme without floating-point zeros, and as `rtn` does.
     """
     scheme = parse_scheme(scheme)

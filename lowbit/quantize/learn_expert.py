@@ -12,7 +12,8 @@ from lowbit.methods import Learned
 from lowbit.quantize.learned import RATES, Descent, LearnedRounding
 
 ROWS_OF_A_SEQUENCE = 128
-"""Tokens of an expert that stand for a sequence of `Learned.batch`: of 512 tokens with 8 of 128 experts each, 32 reach one."""
+"""An iteration reads this many tokens of an expert for each sequence of `Learned.batch`. One sequence alone has fewer for an
+expert: of 512 tokens that go to 8 of 128 experts each, 32 on average."""
 
 
 def learn_expert(
@@ -27,10 +28,10 @@ def learn_expert(
     scale_types: tuple[torch.dtype, torch.dtype],
     squares: tuple[Tensor, Tensor],
 ) -> tuple[QuantTensor, QuantTensor]:
-    """Returns gate_up and down of one expert, rounded so that its outputs become `target` [R, K'], float32.
+    """Returns gate_up and down of one expert, rounded so that its outputs are close to `target` [R, K'], float32.
 
-    output: returns the outputs [r, K'] of the rows `index` (int64 [r]) for the matrices gate_up [N, K] and down [K', I];
-    differentiable. weights: both matrices before rounding. importance [R, 1]: the factor of each row's error. squares: the mean
+    output: a differentiable function of gate_up [N, K], down [K', I] and row numbers int64 [r] that returns the outputs [r, K']
+    of these rows. weights: both matrices before rounding. importance [R, 1]: the factor of each row's error. squares: the mean
     squares of the input channels of both matrices, [K] and [I]. Offsets and clip factors (`quantize.learned`) are trained as in
     `models.learn`, in float32. If the error on all rows would grow, both stay rounded to nearest. `method.seed` and `seed`
     decide the order of rows.

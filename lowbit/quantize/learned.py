@@ -1,12 +1,12 @@
 """Learned rounding: an offset per weight and a clip factor per end of a scale's range, trained by gradient descent.
 
-A weight w becomes s Q(w / s + v): Q rounds to the nearest value of the format, s is the scale, whose range the factors clip,
-and v is the offset, in units of the spacing of values around w / s, at most half of one. Rounding has a straight-through
-gradient, saturation has gradient zero. Source: W. Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the
-Quantization of LLMs", arXiv:2309.05516. `models.learn` has the training loop.
+A weight w becomes s Q(w / s + v). Q rounds to the nearest value of the format. s is the scale, computed from a range of weights
+that the clip factors reduce. v is the offset, at most half the distance between neighbouring values of the format at w / s.
+Rounding has a straight-through gradient, saturation has gradient zero. Source: W. Cheng et al., "Optimize Weight Rounding via
+Signed Gradient Descent for the Quantization of LLMs", arXiv:2309.05516. `models.learn` has the training loop.
 
-With 2 or 3 bits, a scale that covers the largest weight rounds most others to zero. There, scales start at the least squared
-error, weighted by the squares of the inputs, and factors may also grow.
+With 2 or 3 bits, a scale that covers the largest weight rounds most others to zero. With so few bits, training therefore starts
+from the scales with the least squared error, weighted by the squares of the inputs, and factors may also exceed 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FEW_BITS = 3
 """Formats of at most this many bits start at the least squared error (docs/log/quantization.md, 2026-11-28)."""
 
 RANGES = tuple(0.3 + 0.025 * i for i in range(41))
-"""Factors of the range that the search for the least squared error tries."""
+"""The search for the least squared error tries these multiples of the range."""
 
 WEIGHTS_AT_ONCE = 1 << 22
 """Weights whose ranges are searched at a time."""
@@ -56,16 +56,17 @@ layer, 2 bits and 100 iterations of 8 sequences of 512 tokens, Adam left 0.95 of
 docs/log/quantization.md)."""
 
 RATE_OF_SIGNS = 0.5
-"""Rate of sign descent in that of Adam: with the first of RATES an offset can move by 0.5 in all, as with the paper's rate."""
+"""Rate of sign descent relative to Adam's. With the first of RATES an offset can move by 0.5 in total, as in the paper."""
 
 
 class LearnedRounding:
     """The trainable rounding of `weight` [N, K] by `scheme`; it starts as rounding to nearest.
 
     offset: float32, -0.5 to 0.5 per weight, initially 0. factors: float32 [1, S], or [2, S] for both ends of the range with
-    zero points, 0.1 to 1 (2 with `importance`) for each of the S scales, initially 1. importance: [K], nonnegative, the mean
-    squares of the input channels: formats of at most FEW_BITS bits then start at the range with the least squared error so
-    weighted. stored, scale_type: as for `rtn`. Raises ValueError for weights that are no matrix of finite numbers.
+    zero points, for each of the S scales; initially 1, bounded by FACTORS. importance: [K], nonnegative, the mean squares of
+    the input channels. With it, formats of at most FEW_BITS bits start at the range with the least squared error, weighted by
+    `importance`, and factors are bounded by FITTED_FACTORS. stored, scale_type: as for `rtn`. Raises ValueError for weights
+    that are no matrix of finite numbers.
 
     Without zero points, the largest weight of a scale maps to the code of largest magnitude. For integers that is the lowest
     code, so scales are negative where that weight is positive, and all codes are used.
@@ -132,7 +133,7 @@ class LearnedRounding:
 
         Without zero points, either end of the range may be the code of largest magnitude, so both signs are tried.
         """
-        # A channel whose inputs are all zero still has a weight, which may matter on another text.
+        # 1e-6 keeps a channel whose inputs were all zero in the sum, because it may matter on another text.
         importance = importance.float() / importance.float().mean().clamp(min=1e-30) + 1e-6
         metric = cover(importance.expand(self.shape), self.scheme, self.shape)
         signs = (1.0, -1.0) if self.scheme.zero is ZeroPoint.NONE and isinstance(self.scheme.weight, IntFormat) else (1.0,)
@@ -150,7 +151,7 @@ class LearnedRounding:
             ends.copy_(best)
 
     def _grid(self, ends: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns scale and zero [S], float32, rounded to their stored dtype; for the clipped ends if none are given."""
+        """Returns scale and zero [S], float32, rounded to their stored dtype. `ends` of ranges: None takes the clipped ones."""
         fmt, ends = self.scheme.weight, self._ends * self.factors if ends is None else ends
         if self.scheme.zero is ZeroPoint.NONE:
             return self._stored(ends[0] / _largest(fmt)), None
@@ -185,7 +186,7 @@ class Descent:
             )
 
     def set_rate(self, rate: float) -> None:
-        """Sets the learning rate, in units of Adam's. On a GPU without synchronizing, so that a CUDA graph reads it."""
+        """Sets the learning rate, in units of Adam's. On a GPU it is a tensor, which a CUDA graph reads at each replay."""
         if isinstance(self._rate, Tensor):
             self._rate.fill_(rate)
             return
@@ -213,7 +214,7 @@ class Descent:
 
 
 def _extreme(low: Tensor, high: Tensor, scheme: Scheme) -> Tensor:
-    """Returns the value of the code of largest magnitude, for weights between `low` and `high`."""
+    """Returns the weight that maps to the code of largest magnitude, for weights between `low` and `high`."""
     if isinstance(scheme.weight, IntFormat):
         return torch.where(-low > high, low, high)
     return torch.maximum(-low, high)
@@ -266,8 +267,9 @@ def _spacing(u: Tensor, fmt: Any) -> Tensor:
 class _RoundWeight(torch.autograd.Function):
     """Rounds w [S, E]; gradients of offset [S, E], scale [S] and zero [S].
 
-    With q the value of the format, u = w / s and c = 1 where q did not saturate, s q has the derivatives s c by v (times the
-    spacing) and q - c u by s. With integer zeros, s (q - z) has s (c - 1) by z, and with others s q + z has 1 - c.
+    Let q be the value of the format, u = w / s, and c = 1 if q did not saturate, else 0. The weight s q has the derivative s c
+    by the offset v (times the spacing of values), and q - c u by the scale s. With integer zeros z, the weight s (q - z) has
+    the derivative s (c - 1) by z. With floating-point zeros, the weight s q + z has the derivative 1 - c by z.
     """
 
     @staticmethod

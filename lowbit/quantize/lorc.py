@@ -22,7 +22,7 @@ def lorc(
     """Returns the best approximation of rank `rank` of E = `weight` [N, K] - dequantize(q), as two factors in `dtype`.
 
     Before rounding of the factors, no matrix of that rank has a smaller squared error. With `hessian` [K, K], the sum of x^T x
-    of the layer's inputs, the squared error of the outputs is minimised instead. Takes 12 N K bytes and 24 min(N, K)^2. Raises
+    of the layer's inputs, the squared error of the outputs is minimised instead. Takes 12 N K + 24 min(N, K)^2 bytes. Raises
     ValueError for a rank outside 1..min(N, K), shapes that do not fit, and a Hessian that cannot be factorized.
     """
     if tuple(weight.shape) != q.shape:

@@ -3,7 +3,8 @@
 A change d of the weights changes the model's predictions, to second order, by a Kullback-Leibler divergence of 1/2 d^T F d,
 with F the Fisher information of the weights. Its diagonal F[n, k] is the mean over tokens of (g[n] x[k])^2: x is the input of a
 layer and g the gradient, at its output, of the log-probability of a token sampled from the model. Source: S. Kim et al.,
-"SqueezeLLM: Dense-and-Sparse Quantization", arXiv:2306.07629, weights the error this way, with the tokens of the text.
+"SqueezeLLM: Dense-and-Sparse Quantization", arXiv:2306.07629, weights the error this way, but with the text's own tokens in
+place of sampled ones.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 ELEMENTS_AT_ONCE = 1 << 22
 """Elements that are rotated at a time, in float64."""
 LARGEST = 128
-"""Largest order of Paley's matrix if a smaller one exists: order n takes n products per element."""
+"""Paley's matrix has a larger order than this only if no smaller one exists, since order n takes n products per element."""
 
 
 class Rotation:

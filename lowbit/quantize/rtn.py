@@ -1,4 +1,4 @@
-"""Round-to-nearest quantization: each scale from the weights it covers, each weight to its nearest code.
+"""Round-to-nearest quantization: each scale is computed from the weights that share it, each weight gets its nearest code.
 
 The scale is rounded to its stored dtype *before* the codes are computed, so they are the nearest codes for the scale that the
 kernels use.
@@ -30,7 +30,7 @@ WEIGHTS_AT_ONCE = 1 << 16
 (`threads.MOST`) are about 40 MB for a layer of any size."""
 
 TIMES_ON_GPU = 64
-"""A GPU quantizes this many times more at a time: 40 kernels for a million weights take longer to launch than to run."""
+"""Factor of `WEIGHTS_AT_ONCE` on a GPU, where the 40 kernels for a million weights take longer to launch than to run."""
 
 _WEIGHTS_OF_A_THREAD = 1 << 15
 """Minimum number of weights per thread when columns are split among threads; torch's grain size."""
@@ -39,21 +39,21 @@ _WEIGHTS_OF_A_THREAD = 1 << 15
 CLIP_FACTORS = tuple(1.0 - 0.02 * i for i in range(31))
 
 _FP16_NORMAL = (2.0**-14, 2.0**15)
-"""The smallest normal number of fp16, and half of its range, which leaves a margin for zeros."""
+"""Bounds of scales in fp16: its smallest normal number, and about half of its largest one, which leaves a margin for zeros."""
 
 Metric = Callable[[Tensor], Tensor]
 
 
 def scale_dtype(scheme: Scheme, weight: Tensor | None = None, stored: torch.dtype | None = None) -> torch.dtype:
-    """Returns the dtype in which the scales of `weight` [N, K] are stored; without a weight, for weights of ordinary magnitude.
+    """Returns the dtype in which the scales of `weight` [N, K] are stored. Without a weight, ordinary magnitudes are assumed.
 
     stored: the dtype of the weight in the files, if not its own (calibration may compute in float32).
 
     Scales per channel or tensor are float32, since they are few. Group scales are fp16, or bf16 if one of them would not be a
-    normal number of fp16. For formats with a large maximum (fp8), weight / max is usually an fp16 subnormal, so they are bf16.
-    Weights stored in bf16 up to 7 bits also have bf16 scales: fp16 scales would cost half as many dequantization instructions
-    again (kernels/parts/dequantize.py) and reduce the rounding error of Gaussian weights by 0.1 % up to 6 bits, 0.4 % with 7
-    bits (1 % with 8 bits, which are therefore fp16).
+    normal number of fp16. For formats with a large maximum (fp8) the scale is usually an fp16 subnormal, so it is bf16. bf16
+    weights that get at most 7 bits also have bf16 scales, unless they have floating-point zeros: fp16 scales would take 1.5
+    times as many dequantization instructions (kernels/parts/dequantize.py), and reduce the rounding error of Gaussian weights
+    by only 0.1 % up to 6 bits and 0.4 % with 7 bits. With 8 bits it is 1 %, so these scales are fp16.
     """
     if not isinstance(scheme.granularity, (PerGroup, PerBlock)):
         return torch.float32
@@ -92,9 +92,9 @@ def rtn(
     """Quantizes `weight` [N, K] (any float dtype, any device) by rounding every weight to its nearest code.
 
     search="max": the scale maps the largest weight to the largest code. "mse": of 31 clip factors, the one with the least mean
-    squared error per scale. Channels and groups of zeros dequantize to zeros. stored: the dtype of the weight in the files, if
-    not its own, for the dtype of the scales (`scale_dtype`); scale_type: that dtype, if it is given. Raises ValueError for a
-    weight that is not a matrix of finite numbers.
+    squared error per scale. Channels and groups of zeros dequantize to zeros. scale_type: the dtype of the scales; None lets
+    `scale_dtype` choose it. stored: the dtype of the weight in the files, if not its own, for that choice. Raises ValueError
+    for a weight that is not a matrix of finite numbers.
 
     Source: per-channel scales max|W| / 28 for FP6 are ZeroQuant(4+2)'s (arXiv:2312.08583); the clip search is the
     usual MSE observer.
@@ -150,10 +150,10 @@ def fit(
 def fit_columns(
     w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: tuple[float, ...], metric: Metric | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns scale and zero [ceil(N / n), 1] of the columns [N, k] float32 of one column of scales, as `fit`; n rows share
-    one.
+    """Returns scale and zero [ceil(N / n), 1], as `fit` does, of the columns w [N, k] float32 of one group; n rows share a
+    scale.
 
-    metric: maps differences [N', k] of rows to errors [N']; called from several threads concurrently.
+    metric: maps the differences [N', k] of N' rows to errors [N']; called from several threads concurrently.
     """
     n = scheme.granularity.block((w.shape[0], w.shape[1]))[0]
     least = max(_WEIGHTS_OF_A_THREAD // max(1, w.shape[1]), -(-w.shape[0] // min(torch.get_num_threads(), MOST)))
@@ -235,8 +235,8 @@ def _quantize_rows(
 
 
 def cover(w: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
-    """Returns weights [S, n * k] with one row per scale; ragged edges repeat the last weights of the scale, which leaves its
-    minimum and maximum unchanged."""
+    """Returns weights [S, n * k] with one row per scale. Where a group or block extends beyond the matrix, its last weights are
+    repeated, which leaves its minimum and maximum unchanged."""
     n, k = scheme.granularity.block(shape)
     rows, cols = scale_shape(scheme.granularity, shape)
     pick_n = _edge_repeated(shape[0], n, rows, w.device)
@@ -274,7 +274,8 @@ def uncover(codes: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
 
 
 def spanning(w: Tensor, scheme: Scheme, dtype: torch.dtype, factor: float | Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns scale and zero [R] in `dtype` for `factor` times the range of each row of w [R, E]; [F, R] for factors [F, 1]."""
+    """Returns scale [R] in `dtype` and zero [R] for `factor` times the range of each row of w [R, E]. For factors [F, 1] the
+    results are [F, R]."""
     fmt = scheme.weight
     low, high = w.amin(dim=1) * factor, w.amax(dim=1) * factor
     scale = _stored(_span(low, high, scheme) / fmt.max, dtype)
@@ -295,7 +296,7 @@ def _span(low: Tensor, high: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the scale in its stored dtype: 1 for all-zero weights, never below the dtype's smallest number."""
+    """Returns the scale in its stored dtype: 1 for all-zero weights, else at least the dtype's smallest positive number."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return torch.where(scale > 0, scale.clamp(min=smallest), 1.0).to(dtype)
 

@@ -34,7 +34,8 @@ def smoothing_scale(weights: Sequence[Tensor], abs_max: Tensor, alpha: float, sh
 
 
 def best_alpha(weights: Sequence[Tensor], scheme: Scheme, statistics: InputStatistics) -> float | None:
-    """Returns the alpha of ALPHAS with the least output error on `statistics.sample`; None if no scaling is better than any.
+    """Returns the alpha of ALPHAS with the least output error on `statistics.sample`; None if the error is least without a
+    scale.
 
     Weights are rounded by `scheme` and inputs, token by token, to its activation format (int8 without one).
     """

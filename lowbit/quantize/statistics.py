@@ -9,9 +9,9 @@ from torch import Tensor
 class InputStatistics:
     """Statistics of the inputs x [.., K] of a linear layer, all float32.
 
-    hessian [K, K]: the sum of x^T x, or [0, 0] without `hessian`. low, high [K]: the smallest and largest value of each channel
-    and 0. abs_max, abs_mean, mean_square [K]: of |x|, |x| and x^2. rows: the number of rows of x. sample [S, K]: the first
-    `keep` rows.
+    hessian [K, K]: the sum of x^T x, or [0, 0] without `hessian`. low, high [K]: the range of each channel, extended to 0.
+    abs_max, abs_mean, mean_square [K]: the maximum of |x|, the mean of |x| and the mean of x^2. rows: the number of rows of x.
+    sample [S, K]: the first `keep` rows.
 
     The sum over x of |(W - W') x|^2 is the trace of (W - W') H (W - W')^T, so the Hessian H gives the exact error of a layer's
     output on all calibration inputs without storing any.

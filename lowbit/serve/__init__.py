@@ -13,5 +13,5 @@ limits.py      upper limits of everything                       listener.py   ac
 connection.py  time limits of a connection                      page.py       the page at /
 client.py      the client side, for `lowbit chat`
 
-FastAPI, uvicorn and prometheus-client come with the extra `serve`; modules here import them, the package does not.
+FastAPI, uvicorn and prometheus-client come with the extra `serve`. `import lowbit.serve` needs none of them, its modules do.
 """

@@ -1,7 +1,7 @@
 """Splits the text of an answer into content, reasoning and tool calls, while it is generated.
 
-Text that may be the beginning of a marker is held back. A call is recognised by its beginning, up to the arguments, which are
-passed on as they are generated. A beginning that turns out to be none becomes content.
+Text that may be the beginning of a marker is held back. A call is recognised by its head, which is the text before its
+arguments. The arguments are passed on as they are generated. Text that turns out not to be a head becomes content.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowbit.serve.tools import (
 )  # fmt: skip
 
 MOST_HEAD_CHARACTERS = 1024
-"""Length of the beginning of a call, up to its arguments, after which it counts as content."""
+"""Maximum length of the text of a call before its arguments. Longer text without arguments counts as content."""
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _NAMED_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -52,7 +52,8 @@ class Piece:
 class AnswerParser:
     """Reads one answer.
 
-    functions: names that may be called; calls are not recognised if there are none. opened: the prompt has begun the reasoning.
+    functions: names of functions that may be called; without any, calls are not recognised. opened: True if the prompt ends
+    with the beginning of the reasoning.
     """
 
     def __init__(self, form: AnswerFormat, functions: Collection[str] = (), opened: bool = False) -> None:
@@ -87,8 +88,8 @@ class _Buffer:
         self.text = ""
 
     def until(self, markers: Collection[str], last: bool) -> tuple[str, str]:
-        """Takes the text up to the first of some markers, and that marker. Without one, takes all text but what may begin one,
-        and ""; `last`: nothing begins one.
+        """Removes and returns the text before the first of some markers, and that marker. Without a marker, removes and returns
+        the text, except an end that may begin a marker, and "". `last`: no more text follows, so the end is returned too.
         """
         found = min(((at, marker) for marker in markers if (at := self.text.find(marker)) >= 0), default=None)
         if found is not None:
@@ -102,19 +103,20 @@ class _Buffer:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of a text that is a proper beginning of a marker."""
+    """Returns the length of the longest suffix of a text that is a proper prefix of a marker."""
     most = min(len(text), len(marker) - 1)
     return next((length for length in range(most, 0, -1) if text.endswith(marker[:length])), 0)
 
 
 class _Trimmed:
-    """Passes text on, but for spaces at its beginning (if `start`) and at its end."""
+    """Passes text on without the spaces at its beginning (if `start`) and at its end."""
 
     def __init__(self, start: bool = True) -> None:
         self._begun, self.held = not start, ""
 
     def feed(self, text: str) -> str:
-        """Returns the text that is certainly not at the end; `held` has the spaces after it."""
+        """Returns the text that is known so far without the spaces at its end, which may be inside the text. `held` has these
+        spaces."""
         whole = self.held + text
         whole = whole if self._begun else whole.lstrip()
         kept = whole.rstrip()
@@ -183,14 +185,14 @@ class ObjectScanner:
 class _State(Enum):
     CONTENT = auto()
     HEAD = auto()
-    """The beginning of a call."""
+    """The text of a call before its arguments."""
     ARGUMENTS = auto()
     AFTER = auto()
     """Between the arguments of a call and the next call or content."""
 
 
 OPENING = {ToolFormat.HERMES: OPEN_CALL, ToolFormat.MISTRAL: CALLS, ToolFormat.MISTRAL_ARGS: CALLS}
-"""The marker before a call; Llama 3's calls need none."""
+"""The marker before a call. Llama 3's calls have none."""
 
 BETWEEN = {ToolFormat.LLAMA: "; \n\r\t", ToolFormat.MISTRAL: "], \n\r\t", ToolFormat.MISTRAL_ARGS: " \n\r\t"}
 """Characters that may follow a call; Hermes' calls end with a marker."""
@@ -207,7 +209,8 @@ class CallReader:
         self._opening = OPENING.get(form, "")
         self._content, self._scanner, self._pieces = _Trimmed(start=False), ObjectScanner(), list[Piece]()
         self._outer: ObjectScanner | None = None
-        """Finds the end of the object that has name and arguments, which may have more, such as an id."""
+        """Finds the end of the JSON object around the arguments, which may have other keys after them, such as an id. None if
+        the format has no such object."""
 
     def feed(self, text: str, last: bool) -> list[Piece]:
         """Returns the parts that are known after some more text; `last`: no more text follows."""
@@ -289,14 +292,14 @@ class CallReader:
 
 
 class HarmonyReader:
-    """Reads the messages of gpt-oss: the channel `analysis` is reasoning, a message to a function is a call with the message as
-    its arguments, all others are content.
+    """Reads the messages of gpt-oss. Messages of the channel `analysis` are reasoning. A message to a function is a call with
+    the message as its arguments. All other messages are content.
     """
 
     def __init__(self) -> None:
         self._buffer, self.calls, self._seen = _Buffer(), 0, False
         self._kind: str | None = None
-        """What the current message is, a field of `Piece`; None in its header."""
+        """The field of `Piece` for the current message; None in the header of a message."""
 
     def feed(self, text: str, last: bool) -> list[Piece]:
         """Returns the parts that are known after some more text; `last`: no more text follows."""

@@ -38,7 +38,7 @@ GONE = 499
 
 
 def make_app(service: Service) -> ASGIApp:
-    """The application over a service."""
+    """Returns the application that serves a service."""
     app = FastAPI(title="lowbit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
 
     async def check_key(request: Request) -> None:  # async, since FastAPI runs plain functions in threads
@@ -164,7 +164,7 @@ async def _job(service: Service, params: GenerationBody, asked: ResponsesRequest
         return job
     except ApiError:
         raise
-    except Exception:  # a fault of this server: its handler answers, /health counts it
+    except Exception:  # a fault of this server: counted for /health, and answered by `_fault`
         service.worker.count_failures(sequences)
         raise
     finally:

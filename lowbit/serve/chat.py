@@ -1,6 +1,6 @@
-"""Prompts as tokens: plain text, conversations by the model's own template, and the text of single tokens.
+"""Encodes plain text and conversations, which the model's own template renders, and decodes single tokens.
 
-The prompt process imports this module (prompt_process.py): it loads no torch.
+This module must not load torch, since the prompt process imports it (prompt_process.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NAMES_KEPT = 8192
-"""Number of cached token texts. All 128,000 tokens of a vocabulary, which a server would reach within days, would take 25
-MB.
+"""Number of cached texts of tokens. Without this limit a server would cache a whole vocabulary within days: 25 MB for 128,000
+tokens.
 """
 
 
@@ -24,7 +24,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]],
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)  # type: ignore[arg-type]
     except MemoryError:
-        raise  # no error of the conversation
+        raise  # not an error of the conversation
     except Exception as error:  # a template is a program of the model's author: it may raise anything
         raise ValueError(f"the model's chat template does not take them ({' '.join(str(error).split())[:200]})") from error
     assert isinstance(text, str)
@@ -39,8 +39,8 @@ class Encoder:
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
 
     def of_text(self, prompt: str, special: bool = True) -> list[int]:
-        """Returns the tokens of a prompt. special: with the special tokens (BOS) that the tokenizer puts in front. Raises
-        ApiError for a prompt that is too long or empty.
+        """Returns the tokens of a prompt. special: True puts the tokenizer's special tokens (BOS) in front. Raises ApiError for
+        a prompt that is too long or empty.
         """
         self._check_characters(prompt, "prompt")
         return checked(self.tokenizer(prompt, add_special_tokens=special).input_ids, self.most, "prompt")
@@ -69,8 +69,8 @@ class Encoder:
             return True
 
     def _check_characters(self, text: str, param: str) -> None:
-        """Refuses text that is certainly too long before encoding it: it has more characters than `most` of the longest
-        token.
+        """Raises ApiError for a text that is certainly too long, before it is encoded. Such a text has more characters than
+        `most` tokens of the greatest length.
         """
         if len(text) > self.most * self._longest:
             raise too_long(param, f"a text of {len(text):,} characters", f"a prompt here has at most {self.most:,} tokens")
@@ -90,7 +90,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        # Decoded after another token, since some tokenizers drop the space before a text's first word.
+        # A token is decoded after another one, since some tokenizers drop the space before a text's first word.
         self._front = tokenizer("a", add_special_tokens=False).input_ids[-1:]
         self._before = self._decoded(self._front)
         self._named = functools.lru_cache(NAMES_KEPT)(self._name)

@@ -37,7 +37,7 @@ class ChatBackend(Protocol):
 
 
 class RemoteChat:
-    """A model behind an OpenAI-compatible server at `url`, with or without its /v1; `name`: the server's first model by
+    """A model behind an OpenAI-compatible server at `url`, which may end with /v1. `name` is the server's first model by
     default. Raises ValueError if no such server answers.
 
     The server is not trusted: its responses are bounded and checked, and redirects are not followed.
@@ -120,8 +120,8 @@ class LocalChat:
 
 
 def _bounded(response: httpx.Response, most: int) -> Iterator[bytes]:
-    """Yields the body in parts. Raises ValueError if it is longer than `most` bytes or compressed: compressed bytes could
-    expand to gigabytes."""
+    """Yields the body in parts. Raises ValueError if it is longer than `most` bytes, or compressed, since compressed bytes
+    could expand to gigabytes."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
         raise ValueError(f"the server sends its answer as {encoding[:MOST_NAME]!r}, which was not asked for")
     total = 0

@@ -1,4 +1,4 @@
-"""One connection on top of uvicorn's HTTP/1.1: bounds on its time and memory, and JSON errors for invalid HTTP.
+"""A connection that adds to uvicorn's HTTP/1.1 limits of time and memory, and JSON errors for invalid HTTP.
 
 uvicorn itself never closes connections whose client does not complete a request head or does not read its answer.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from lowbit.serve.listener import Listener
 
 RESET_SECONDS = 0.05
-"""Time between checks for a reset of a half-closed connection, which asyncio does not report."""
+"""Time between two checks whether a half-closed connection was reset. asyncio does not report that."""
 
 
 class Connection(HttpToolsProtocol):
     """A connection that limits request heads to HEAD_SECONDS and MOST_HEAD_BYTES, and unread answers to STALL_SECONDS.
 
-    `listener` accepted it, and closes it when it is idle and connections are short. Other arguments are uvicorn's.
+    `listener` accepted the connection. It closes an idle connection if there are too many. Other arguments are uvicorn's.
     """
 
     def __init__(self, *args: Any, listener: Listener, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response(self._fault)
 
     def on_message_begin(self) -> None:
-        """Begins a request, and moves the connection behind all other idle ones."""
+        """Begins a request. Marks the connection as the most recently idle one, unless it is busy."""
         super().on_message_begin()
         self._head_bytes = self._head_bytes or 0
         if not self._complete():
@@ -96,7 +96,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        """Limits the time to read the rest of an answer after which the connection is closed."""
+        """Marks the connection as idle if all requests are answered. If it closes after this answer, limits the time that the
+        client may take to read the answer."""
         super().on_response_complete()
         if not self._complete():
             self._listener.set_idle(self)
@@ -120,10 +121,11 @@ class Connection(HttpToolsProtocol):
             self._listener.set_busy(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keeps the connection, and returns True, until requests that the client sent before it closed its side are answered.
+        """The client has closed its side. Returns True, which keeps the connection open, if complete requests still have to be
+        answered.
 
-        A disconnected client looks the same until something is sent to it. So an interim response is sent, which HTTP/1.1
-        clients ignore; the system of a disconnected client then resets the connection.
+        A client that has disconnected looks the same until something is sent to it. So an interim response is sent, which
+        HTTP/1.1 clients ignore. If the client has disconnected, its operating system then resets the connection.
         """
         if not self._answer_last():
             return False
@@ -159,13 +161,13 @@ class Connection(HttpToolsProtocol):
             self._cancel_stalling()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes a connection that received nothing since the last answer."""
+        """Closes a connection that received nothing for KEEP_ALIVE_SECONDS after the last answer."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
     def _complete(self) -> list[RequestResponseCycle]:
-        """Requests that were received completely and are not answered completely."""
+        """Returns the requests that were received completely and are not answered completely."""
         return [cycle for cycle in self._cycles if not (cycle.response_complete or cycle.more_body)]
 
     def _answer_last(self) -> bool:

@@ -27,7 +27,7 @@ class ApiError(Exception):
 
 
 def as_http(error: ApiError) -> bytes:
-    """A whole HTTP/1.1 response with an error, for a connection that is closed after it."""
+    """Returns a whole HTTP/1.1 response with an error. The connection must be closed after it."""
     content = encoded(error.body())
     headers = {"content-type": "application/json", "content-length": str(len(content)), "connection": "close", **error.headers}
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{name}: {headers[name]}" for name in headers)]

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: a list of items, and the events of a stream, named and numbered."""
+"""Answers of /v1/responses. An answer is a list of items; the events of a stream have names and numbers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}
 """Types of items -> beginnings of their ids."""
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-"""Types of items with content -> the type of its only part, and the name of its events."""
+"""Types of items with content -> the type of the only part of that content, which is also in the names of its events."""
 
 
 class ItemResponses(Responses):
-    """The response to a request to /v1/responses, which has one sequence. arguments: as of `Responses`."""
+    """The response to a request to /v1/responses, which has one sequence. `arguments` are those of `Responses`."""
 
     prefix, whole = "resp", "response"
 

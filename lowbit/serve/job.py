@@ -1,4 +1,4 @@
-"""One HTTP request as sequences of the engine, each with its sampling settings, limit and seed."""
+"""Turns an HTTP request into sequences of the engine, each with its sampling settings, limit and seed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from lowbit.serve.tools import THINK, AnswerFormat
 from lowbit.serve.worker import OutputCollector, SequenceOutput, ServedSequence
 
 COMPLETION_TOKENS = 16
-"""Default limit of new tokens of a completion, as in OpenAI's API. A chat is limited by the context length only."""
+"""Default limit of new tokens of a completion, as in OpenAI's API. A chat is limited only by the context length."""
 
 FEW_LOGPROBS = 8
-"""Maximum number of tokens whose log-probabilities are encoded on the event loop, which takes up to 0.2 ms. More tokens, as in
-a whole long response, take up to a second and are encoded in a thread. Using the thread for every token costs 16 streams 10 %
-of their tokens/s (a tiny model on two cores, 2026-11-23).
+"""Maximum number of tokens whose log-probabilities are encoded on the event loop, which takes up to 0.2 ms. More tokens, such
+as those of a whole response, take up to a second, so they are encoded in a thread. If the thread encoded every token, 16
+streams would lose 10 % of their tokens/s (a tiny model on two cores, 2026-11-23).
 """
 
 REASONING_TOKENS = 16
-"""Number of tokens at the end of a prompt in which the beginning of reasoning is looked for; it may be several tokens."""
+"""Number of tokens at the end of a prompt in which the marker that begins reasoning is searched; it may be several tokens."""
 
 NEXT_SEED = 0x9E3779B97F4A7C15
-"""Difference of the seeds of a request's sequences, 2^64 over the golden ratio; the first sequence has the seed itself."""
+"""Difference between the seeds of a request's sequences: 2^64 divided by the golden ratio. The first sequence has the seed of
+the request."""
 
 
 @dataclass(eq=False)
@@ -120,13 +121,13 @@ class GenerationJob:
 
 
 def sequence_count(params: GenerationBody) -> int:
-    """Number of sequences of a request."""
+    """Returns the number of sequences of a request."""
     return params.choices * (len(params.prompts) if isinstance(params, CompletionRequest) else 1)
 
 
 def make_job(service: Service, params: GenerationBody, asked: ResponsesRequest | None = None) -> GenerationJob:
-    """Encodes the prompts of a request and makes its sequences; `asked`: the request to /v1/responses that `params` stands for.
-    Raises ApiError if they can never run.
+    """Encodes the prompts of a request and makes its sequences. `asked`: the request to /v1/responses from which `params` was
+    made. Raises ApiError if a sequence can never run.
     """
     fronts: list[str] = []
     if isinstance(params, ChatCompletionRequest):
@@ -171,8 +172,8 @@ def _opens_reasoning(service: Service, prompt: list[int]) -> bool:
 
 
 def _grammar(service: Service, params: GenerationBody, form: AnswerFormat, opened: bool) -> CompiledGrammar | None:
-    """Returns the grammar of a request's answers, None if they may be any text. Raises ApiError for one that is wrong or cannot
-    be enforced here.
+    """Returns the grammar of a request's answers; None if they may be any text. Raises ApiError for a grammar that is wrong or
+    cannot be enforced.
     """
     grammar = params.grammar()
     if grammar is not None:
@@ -202,7 +203,7 @@ def _grammar(service: Service, params: GenerationBody, form: AnswerFormat, opene
 def _request(
     service: Service, params: GenerationBody, ids: list[int], sampling: Sampling, grammar: CompiledGrammar | None
 ) -> Request:
-    """The engine's request for one sequence; raises ApiError if it can never run."""
+    """Returns the engine's request for one sequence. Raises ApiError if it can never run."""
     most = service.engine.max_length
     left = most - len(ids)
     param = "messages" if isinstance(params, ChatCompletionRequest) else "prompt"

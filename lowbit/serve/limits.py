@@ -18,8 +18,8 @@ MOST_BIASES = 1024
 """Maximum number of entries of logit_bias."""
 
 MOST_GRAMMAR_CHARACTERS = 1 << 16
-"""Maximum size of a schema, regular expression, list of choices or grammar. Compiling took up to 1 s for one of this size
-(llguidance 1.9.1, 1,500 strings of format date-time); it runs in a thread and without Python's lock.
+"""Maximum size of a schema, regular expression, list of choices or grammar. Compiling a schema of this size took up to 1 s
+(llguidance 1.9.1, 1,500 strings of format date-time). It runs in a thread and without Python's global lock.
 """
 
 MOST_MESSAGES = 2048
@@ -29,16 +29,16 @@ MOST_HEAD_BYTES = 32 << 10
 """Maximum number of bytes of request line and headers, and of chunk sizes and trailers of a chunked body."""
 
 MOST_PIPELINED = 8
-"""Maximum number of pipelined requests of a connection; more close it."""
+"""Maximum number of pipelined requests of a connection. A connection with more is closed."""
 
 HEAD_SECONDS = 10.0
-"""Time to receive the head of a request, counted from the start of the connection or from the head's first byte."""
+"""Time to receive the head of a request. It begins with the connection, or with the first byte of a later head."""
 
 BODY_SECONDS = 30.0
 """Time to receive a body."""
 
 STALL_SECONDS = 30.0
-"""Time that a client may leave data unread before its requests are cancelled."""
+"""Time that a client may leave data unread before its connection is closed and its requests are cancelled."""
 
 KEEP_ALIVE_SECONDS = 30
 """Time that an idle connection stays open."""
@@ -55,16 +55,15 @@ LARGE_BODY_BYTES = 16 << 10
 PROMPT_BYTES = 512 << 20
 PROMPT_BYTES_PER_BODY_BYTE = 512
 """Memory that rendering and encoding the prompts of a request may allocate: PROMPT_BYTES, plus PROMPT_BYTES_PER_BODY_BYTE for
-each byte of the largest body. Texts of 1 MiB took less than 512 bytes per byte (measured: words, digits, CJK, emoji; byte-level
-BPE).
+each byte of the largest body that is allowed. Encoding texts of 1 MiB took less than 512 bytes per byte of text (measured with
+byte-level BPE: words, digits, CJK, emoji).
 """
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server: running sequences, queued sequences, tokens of a prompt, bytes of a body, seconds for sequences to
-    finish at shutdown, and seconds of template and tokenizer per request. Raises ValueError for numbers that would allow no
-    request.
+    """Limits of a server: running sequences, queued sequences, tokens of a prompt, bytes of a body, and seconds that sequences
+    have to finish at shutdown. Raises ValueError for numbers that would allow no request.
     """
 
     max_concurrent: int = 64

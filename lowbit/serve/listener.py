@@ -1,8 +1,8 @@
-"""Accepts a bounded number of connections, in total and per client address; a new one replaces an idle one if necessary.
+"""Accepts a bounded number of connections, in total and per client address.
 
-At the limit, the connection that has been idle for the longest is closed. A connection is idle until it has sent a complete
-request, and again after the last answer. If none is idle, the new connection gets status 503. asyncio's own server has no
-limits, and without free file descriptors it logs a traceback for each attempt to accept.
+At a limit, a new connection replaces the one that has been idle for the longest. A connection is idle until it has sent a
+complete request, and again after its last answer. If no connection is idle, the new one gets status 503. asyncio's own server
+has no limits, and without free file descriptors it logs a traceback for each attempt to accept.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def network_of(host: str) -> str:
 
 
 class Listener:
-    """Accepts the connections of a listening socket from its construction on, until `close`.
+    """Accepts the connections of a listening socket from the construction of this object on, until `close`.
 
-    `connect` makes the protocol object of a connection. The bounds are those of `limits`, or lower if the process may open few
+    `connect` makes the protocol object of a connection. The limits are those of `limits`, or lower if the process may open few
     files. All methods must be called on the event loop.
     """
 
@@ -198,7 +198,7 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     def _warn(self, message: str) -> None:
-        """Logs a warning, at most one of any kind per WARNING_SECONDS."""
+        """Logs a warning, unless another one was logged within the last WARNING_SECONDS."""
         now = time.monotonic()
         if self._warned is None or now - self._warned >= WARNING_SECONDS:
             self._warned = now
@@ -206,7 +206,8 @@ class Listener:
 
 
 class _Refusal(asyncio.Protocol):
-    """Sends a fixed answer to any request, and closes when the client does or after REFUSAL_SECONDS."""
+    """Sends a fixed answer without reading the request. Closes the connection when the client does, or after
+    REFUSAL_SECONDS."""
 
     def __init__(self, answer: bytes, ended: Callable[[], None]) -> None:
         self._answer, self._ended = answer, ended

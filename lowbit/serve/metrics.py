@@ -18,7 +18,8 @@ TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.
 
 
 class StepCollector(Collector):
-    """Counts of the engine's steps, read when /metrics is asked for: prompts beside decoding sequences, guessed tokens."""
+    """Counts of the engine's steps, read when /metrics is requested: prompt tokens in steps that also decode, and guessed
+    tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self.budget, self.speculation = engine.step_budget, engine.speculation

@@ -1,4 +1,4 @@
-"""The page at /: one file that loads nothing; its Content-Security-Policy permits only its own script and style."""
+"""The page at /. It is one file that loads no other; its Content-Security-Policy permits only its own script and style."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from lowbit.serve.chat import Encoder
 from lowbit.serve.errors import ApiError
 
 ENDS = "ends"
-"""Key in a reply: the worker ends after it, because an unfinished request may have left its memory full."""
+"""Key of a reply after which the worker ends, because a request that ran out of memory may have left its memory full."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Job:
 
 def main(control: int) -> None:
     """Reads a pickled `Job` from standard input, then forks a worker for each socket that arrives on the socket `control`."""
-    # Both signals are ignored, also if sent to the process group: the server needs workers until it ends.
+    # Both signals are ignored, also if they are sent to the process group, since the server needs workers until it ends.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # no threads: a process with threads cannot be forked

@@ -1,4 +1,4 @@
-"""The server's side of encoding prompts: two workers of the prompt process, and a thread for each."""
+"""The server's side of encoding prompts. It uses two workers of the prompt process, with a thread for each."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _COMMAND = (
 
 
 class Prompts:
-    """Encodes prompts of at most `most` tokens from a vocabulary of `vocab`. `start`, or else the first prompt, starts the
-    process.
+    """Encodes prompts of at most `most` tokens from a vocabulary of `vocab`. The process is started by `start`, or else by the
+    first prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int, vocab: int, limits: Limits) -> None:
@@ -66,16 +66,16 @@ class Prompts:
             raise RuntimeError("the process that encodes prompts ended while it started; what it wrote on stderr says why")
 
     async def beside(self, function: Callable[[], T]) -> T:
-        """Runs a slow function that encodes no prompt in a thread, and returns its result."""
+        """Runs a slow function in a thread, and returns its result. The function must not encode prompts."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
     async def encoding(self, function: Callable[[], T]) -> T:
-        """Runs a function that encodes prompts in a thread, and returns its result."""
+        """Runs a function that encodes prompts, in a thread of its own pool, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding_pool, function)
 
     def of_prompts(self, prompts: Sequence[str | Sequence[int]], special: bool = True) -> list[list[int]]:
-        """Returns the tokens of each prompt. special: text prompts begin with the special tokens (BOS) that the tokenizer puts
-        in front. Raises ApiError if one is too long or empty.
+        """Returns the tokens of each prompt. special: True puts the tokenizer's special tokens (BOS) in front of text prompts.
+        Raises ApiError if a prompt is too long or empty.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._encoded({"texts": texts, "special": special}, "prompt", "tokenizer") if texts else [])
@@ -114,7 +114,8 @@ class Prompts:
         return checked(list(prompt), self.most, "prompt")
 
     def _encoded(self, request: dict[str, Any], param: str, parts: str) -> list[list[int]]:
-        """Returns the worker's token lists. Errors about time or memory name `parts`, such as the chat template."""
+        """Returns the token lists that a worker computes for a request. Errors about time or memory name `parts`, such as the
+        chat template."""
         limits, begin = self.limits, time.monotonic()
         reply = self._workers.ask(request)
         less = "send fewer or shorter ones" if param == "messages" else "send a shorter one"
@@ -187,7 +188,7 @@ class Workers:
             raise unavailable("the server is shutting down")
 
     def _sent(self, connection: Connection | None, data: bytes) -> Connection:
-        """Sends `data` to a worker, a new one if the given one has ended, and returns the connection to it."""
+        """Sends `data` to the worker of `connection`, or to a new one if it has ended. Returns the connection that was used."""
         if connection is not None:
             try:
                 connection.send_bytes(data)
@@ -218,7 +219,8 @@ class Workers:
                 raise RuntimeError(f"this tokenizer cannot be copied to the process that encodes prompts: {error}") from error
             job.seek(0)
             command = [sys.executable, "-c", _COMMAND, json.dumps([theirs.fileno(), sys.path])]
-            # A new session: Ctrl-C on the terminal does not reach it, and one signal ends it together with its workers.
+            # The process gets a session of its own. So Ctrl-C on the terminal does not reach it, and one signal to its process
+            # group ends it together with its workers.
             self._process = subprocess.Popen(command, stdin=job, pass_fds=[theirs.fileno()], start_new_session=True)
         self._control = ours
 

@@ -1,6 +1,6 @@
-"""The body of POST /v1/responses: the parts of OpenAI's Responses API that texts need, as a chat request.
+"""The body of POST /v1/responses: the parts of OpenAI's Responses API that concern text. It is converted to a chat request.
 
-Nothing is stored: fields that refer to stored responses, files, images or tools of OpenAI accept only values without effect.
+Nothing is stored. Fields that refer to stored responses, files, images or tools of OpenAI accept only values without effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowbit.serve.schema import PARTS, ChatCompletionRequest, Count, Name, Stric
 
 
 class InputPart(StrictModel):
-    """A text part of an item's content, as it is sent or as an earlier response had it."""
+    """A text part of an item's content. It may be copied from an earlier response."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "text"]
     text: str
@@ -68,7 +68,7 @@ class InputItem(StrictModel):
 
 
 class TextFormat(StrictModel):
-    """Any text, any JSON object, or the JSON that a schema allows, as `ResponseFormat` of schema.py without nesting."""
+    """Any text, any JSON object, or the JSON that a schema allows. `ResponseFormat` of schema.py nests the same fields."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -129,7 +129,7 @@ class ResponsesRequest(StrictModel):
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
-    # Fields that ask for what there is not.
+    # Fields that ask for features that this server does not have.
     background: Literal[False] | None = None
     conversation: None = None
     include: Annotated[list[str], Field(max_length=0)] | None = None
@@ -145,7 +145,8 @@ class ResponsesRequest(StrictModel):
     truncation: Literal["disabled"] | None = None
 
     def chat(self) -> ChatCompletionRequest:
-        """Returns the chat request with the same answer. Raises ApiError, with its names, for what does not go together."""
+        """Returns the chat request that has the same answer. Raises ApiError, with the field names of the chat request, for
+        fields that contradict each other."""
         body: dict[str, Any] = {
             "model": self.model, "messages": self._messages(), "stream": self.stream, "max_tokens": self.max_output_tokens,
             "temperature": self.temperature, "top_p": self.top_p, "user": self.user,
@@ -165,8 +166,8 @@ class ResponsesRequest(StrictModel):
         return parse(ChatCompletionRequest, encoded(body))
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Returns the conversation as messages of a chat. Calls and earlier reasoning join the assistant's message beside
-        them."""
+        """Returns the conversation as messages of a chat. A function call is added to the assistant's message before it, and
+        reasoning to the assistant's message after it."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -199,7 +200,7 @@ _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_form
 
 
 def in_names_of_responses(error: ApiError) -> ApiError:
-    """Returns an error about a chat request as one about the request to /v1/responses that it stands for."""
+    """Returns an error about a chat request with the field names of the request to /v1/responses from which it was made."""
     for name, own in _NAMES.items():
         if error.param is not None and error.param.split(".")[0] == name:
             message = error.message.removeprefix(f"{error.param}: ")

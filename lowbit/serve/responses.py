@@ -1,4 +1,4 @@
-"""Responses in OpenAI's form, whole or as server-sent events, for chats and for completions; item_responses.py has those of
+"""Responses to chats and completions in OpenAI's form, whole or as server-sent events. item_responses.py has the responses of
 /v1/responses.
 """
 
@@ -34,7 +34,8 @@ def _finite(logprob: float) -> float:
 
 @dataclass
 class Responses:
-    """The response to one HTTP request. `each` is the number of sequences per prompt."""
+    """The response to one HTTP request. `each`: number of sequences per prompt. `logprobs`: True if log-probabilities are
+    reported."""
 
     model: str
     sequences: Sequence[ServedSequence]
@@ -85,7 +86,7 @@ class Responses:
         return b"".join(map(event, self.chunks(output, first, usage)))
 
     def end(self, usage: bool) -> bytes:
-        """Returns the events after the last output; `usage`: with the usage."""
+        """Returns the events after the last output. `usage`: True adds an event with the usage."""
         return (event(self.last_chunk()) if usage else b"") + b"data: [DONE]\n\n"
 
     def failure(self, error: ApiError) -> bytes:
@@ -140,7 +141,7 @@ class ChatResponses(Responses):
             pieces = [Piece()]
         for piece in pieces:
             deltas.append(self._delta(output, _delta_of(piece), logprobs))
-            logprobs = None  # once for all pieces of the output
+            logprobs = None  # only the first piece of an output has the log-probabilities
         if output.finish_reason is not None:
             deltas.append({**self._delta(output, {}), "finish_reason": self._reason(output)})
         return deltas

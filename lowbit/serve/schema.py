@@ -1,6 +1,6 @@
-"""Bodies of requests, field by field, with OpenAI's names. Unknown fields, and values without effect, are errors.
+"""Bodies of requests, field by field, with OpenAI's names. Unknown fields are errors.
 
-Unsupported fields of OpenAI's API accept only values without effect.
+Fields of OpenAI's API that are not supported accept only values that have no effect.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """Any text, any JSON object, or the JSON that a schema allows (without a schema: any JSON object)."""
+    """The form of an answer: any text, any JSON object, or the JSON that a schema allows. The type json_schema without a schema
+    allows any JSON object."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -72,7 +73,7 @@ Choices = Annotated[list[GrammarText], Field(min_length=1, max_length=MOST_GRAMM
 
 
 class StructuredOutputs(StrictModel):
-    """The fields `guided_*` by the names that vLLM gives them since its version 0.12."""
+    """The same as the fields `guided_*`, with the names that vLLM has used since version 0.12."""
 
     json_: Annotated[dict[str, Any] | GrammarText | None, Field(alias="json")] = None
     regex: GrammarText | None = None
@@ -91,7 +92,7 @@ GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "str
 
 
 class GenerationBody(StrictModel):
-    """Fields of both endpoints; None if the client omits a field."""
+    """Fields that /v1/completions and /v1/chat/completions share. A field is None if the client omits it."""
 
     model: Name
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -283,7 +284,7 @@ class ChatMessage(StrictModel):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: Name | None = None
-    # Fields of response messages in the official client, which may be sent back unchanged.
+    # The official client has these fields in the messages of responses. Such messages may be sent back unchanged.
     annotations: None = None
     audio: None = None
     function_call: None = None
@@ -298,7 +299,7 @@ class ChatMessage(StrictModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message for a chat template: content as one string, arguments of calls as objects."""
+        """Returns the message for a chat template, with the content as one string and the arguments of calls as objects."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         message |= {
@@ -475,7 +476,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise _in_words(kind, error) from None
-    # pydantic takes the last of duplicate keys; a proxy or filter may take the first.
+    # Duplicate keys are refused: pydantic takes the last one, while a proxy or filter may take the first.
     json.loads(body, object_pairs_hook=_without_duplicates, parse_int=str)
     return parsed
 
@@ -494,7 +495,8 @@ _LONGEST_SHOWN = 60
 
 
 def _in_words(kind: type[StrictModel], error: ValidationError) -> ApiError:
-    # For a field with several types, the error with the longest path belongs to the type that the client most likely meant.
+    # A field with several types has an error for each. The one with the longest path is of the type that the client most likely
+    # meant.
     first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is one JSON object: {first['msg']}", code="invalid_json")

@@ -24,12 +24,12 @@ from lowbit.serve.service import Service, State, configured
 logger = logging.getLogger("lowbit.serve")
 
 AFTER_GRACE_SECONDS = 5
-"""Time to send the errors of cancelled requests, and as much time again for the running step to end."""
+"""Time to send the errors of cancelled requests. The running step then has the same time to end."""
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 is any free port. It is bound before the model is loaded, so that a port in use fails
-    early.
+    """Returns a listening socket; port 0 is any free port. Call it before the model is loaded, so that a port in use is
+    reported early.
 
     Raises OSError, naming host and port.
     """
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
                 await self._end_thread()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections before the warm-up, so that /health and /ready answer during it; replaces uvicorn's."""
+        """Accepts connections before the warm-up, so that /health and /ready answer during it. Overrides uvicorn's method."""
         assert sockets is not None
         await self.lifespan.startup()
         self.servers = [Listener(sock, self.service.limits, self._connect) for sock in sockets]  # type: ignore[misc]
@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Does nothing: `_signals` handles signals. uvicorn would exit by the signal."""
+        """Does nothing, since `_signals` handles signals. uvicorn's own method would end the process by the signal."""
         yield
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ class Server(uvicorn.Server):
         """Handles SIGTERM and SIGINT: the first signal drains, the second ends the server at once."""
         loop = asyncio.get_running_loop()
         handled = (signal.SIGTERM, signal.SIGINT)
-        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: signals cannot be handled
+        with contextlib.suppress(RuntimeError, ValueError):  # raised outside the main thread, which alone handles signals
             for number in handled:
                 loop.add_signal_handler(number, self._told, number)
         try:

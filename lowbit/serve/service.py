@@ -26,7 +26,7 @@ from lowbit.serve.worker import MOST_FAILURES, Worker
 
 
 def configured(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns the sampling settings of the model's generation config, the defaults of requests. Raises ValueError for
+    """Returns the sampling settings of the model's generation config, which are the defaults of requests. Raises ValueError for
     impossible values.
     """
     try:
@@ -40,7 +40,7 @@ GRAMMARS_KEPT = 64
 
 
 class Grammars:
-    """Compiles the grammars of requests; `refusal` says why it cannot, "" if it can."""
+    """Compiles the grammars of requests. `refusal` says why it cannot; it is "" if it can."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab: int, stop_token_ids: Sequence[int]) -> None:
         self.refusal = ""
@@ -50,7 +50,7 @@ class Grammars:
             self.refusal = str(error)
 
     def compile(self, grammar: Grammar, param: str) -> CompiledGrammar:
-        """Returns a compiled grammar. Raises ApiError for one that the field `param` cannot have."""
+        """Returns the compiled grammar of the field `param`. Raises ApiError, naming the field, if that is not possible."""
         if self.refusal:
             raise refused(param, self.refusal, "unsupported")
         if len(grammar.text) > MOST_GRAMMAR_CHARACTERS:
@@ -154,7 +154,7 @@ class Service:
             raise unavailable(f"the server is {self.state.value}", 5)
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError unless `name` is that of the model or of an adapter."""
+        """Raises ApiError unless `name` is the name of the model or of an adapter."""
         if name != self.name and name not in self.adapters:
             known = f"only {self.name!r}" if not self.adapters else ", ".join(map(repr, (self.name, *self.adapters)))
             raise ApiError(404, f"model: there is {known} here, got {name!r}", "model", "model_not_found")

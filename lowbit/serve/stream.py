@@ -18,8 +18,8 @@ Push = Callable[[bytes], Awaitable[None]]
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Reads a body of at most `most` bytes. Raises ApiError for a larger body, without reading the rest, and for one that does
-    not arrive in time. Raises ClientDisconnect if the client disconnects.
+    """Reads a body of at most `most` bytes. Raises ApiError for a larger body, of which it does not read the rest, and for a
+    body that does not arrive in time. Raises ClientDisconnect if the client disconnects.
     """
     larger = ApiError(413, f"a body here has at most {most:,} bytes", code="body_too_large", headers={"connection": "close"})
     stated = request.headers.get("content-length", "0")
@@ -61,7 +61,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response of server-sent events, sent by `write`; `done` is always called at the end."""
+    """A response of server-sent events. `write` sends them; `done` is called at the end in any case."""
 
     media_type = "text/event-stream"
 

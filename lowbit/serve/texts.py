@@ -1,4 +1,4 @@
-"""Texts as embeddings and as tokens: the answers of /v1/embeddings, /tokenize and /detokenize."""
+"""Answers of /v1/embeddings, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowbit.serve.service import Service
 
 
 async def embeddings(service: Service, params: EmbeddingRequest) -> dict[str, Any]:
-    """Returns the embeddings of texts, one after another, so that other requests' steps run between them."""
+    """Returns the embeddings of texts. They are computed one by one, so that steps of other requests run between them."""
     if service.adapter_of(params.model) is not None:
         raise refused("model", f"adapters compute no embeddings here: ask for {service.name!r}", "unsupported")
     prompts = await service.prompts.encoding(lambda: service.prompts.of_prompts(prompts_of(params.input)))

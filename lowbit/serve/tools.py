@@ -1,4 +1,5 @@
-"""How models write tool calls and reasoning: the formats that chat templates teach, and grammars that enforce them.
+"""The formats in which models write tool calls and reasoning, and grammars that enforce them. Chat templates define the
+formats.
 
     Hermes, Qwen 2.5 and 3   <tool_call>{"name": "f", "arguments": {..}}</tool_call>, any number of them
     Llama 3                  {"name": "f", "parameters": {..}}, the whole answer, after <|python_tag|> or not
@@ -6,7 +7,7 @@
     harmony (gpt-oss)        <|channel|>commentary to=functions.f <|constrain|>json<|message|>{..}
     reasoning                <think>..</think> before the answer; in harmony, the channel `analysis`
 
-The format is recognised from the chat template's text, which has to name the markers. answer.py reads answers.
+The format is recognised by its markers in the text of the chat template. answer.py reads answers.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ToolFormat(Enum):
 
 
 def tool_format(template: str) -> ToolFormat | None:
-    """Returns the format that a chat template teaches; None if it is none of those known here."""
+    """Returns the format of calls that a chat template defines; None if it is unknown."""
     if CHANNEL in template and CALL in template:
         return ToolFormat.HARMONY
     if CALLS in template:
@@ -78,10 +79,10 @@ def tool_format(template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """What a model's answers consist of, besides text: tool calls in a format, reasoning between tags or in a channel.
+    """The parts of a model's answers besides text: tool calls in a format, and reasoning between tags or in a channel.
 
-    `ids`: the token of each marker that is one token. `shown`: markers that are special tokens, which detokenizers drop
-    otherwise; `hidden`: all other special tokens.
+    `ids`: (marker, token) of each marker that is a single token. `shown`: markers that are special tokens; they must be
+    decoded, although detokenizers usually drop special tokens. `hidden`: all other special tokens, if there are such markers.
     """
 
     tools: ToolFormat | None = None
@@ -97,7 +98,7 @@ class AnswerFormat:
 
     @property
     def marks_calls(self) -> bool:
-        """True if a special token begins a call, so that text before it can be told from calls by a grammar."""
+        """True if a single token begins a call, so that a grammar can separate calls from the text before them."""
         return self.tools in (ToolFormat.HERMES, ToolFormat.MISTRAL, ToolFormat.MISTRAL_ARGS) and self.tools.markers[0] in dict(
             self.ids
         )
@@ -111,13 +112,13 @@ class AnswerFormat:
     # ---- grammars
 
     def marker(self, text: str) -> str:
-        """Returns a marker in Lark's syntax: its token, or its text if it is several."""
+        """Returns a marker in Lark's syntax: its token, or its text if it consists of several tokens."""
         token = dict(self.ids).get(text)
         return literal(text) if token is None else f"<[{token}]>"
 
     def before_answer(self, opened: bool) -> str:
-        """Returns what may, or must, precede an answer that follows a grammar, in Lark's syntax. opened: the prompt has begun
-        the reasoning.
+        """Returns a rule in Lark's syntax for the reasoning before an answer that follows a grammar; "" without reasoning.
+        opened: the prompt has begun the reasoning, which then must come first. Otherwise it may be absent.
         """
         if self.tools is ToolFormat.HARMONY:
             reasoning = f'{self.marker(CHANNEL)} "analysis" {self.marker(MESSAGE)} {ANY} {self.marker(END)}'
@@ -128,16 +129,17 @@ class AnswerFormat:
         return rest if opened else f"({self.marker(THINK)} {rest})?"
 
     def answer(self, grammar: Grammar, opened: bool) -> Grammar:
-        """Returns the grammar of answers whose text follows `grammar`, after reasoning."""
+        """Returns the grammar of answers that consist of reasoning, if the model writes any, and text that follows
+        `grammar`."""
         before = self.before_answer(opened)
         if self.tools is ToolFormat.HARMONY:
             before += f' {self.marker(CHANNEL)} "final" {self.marker(MESSAGE)}'
         return grammar.after(before) if before else grammar
 
     def calls(self, functions: Sequence[dict[str, Any]], many: bool, opened: bool, text: bool = False) -> Grammar:
-        """Returns the grammar of answers that are calls of functions, each as in a request's `tools`.
+        """Returns the grammar of answers that are calls of functions. A function is given as in a request's `tools`.
 
-        many: any number of calls from one on. text: text may stand before the calls, or in their place. The format must be
+        many: True allows several calls, False only one. text: text may precede the calls, or replace them. The format must be
         known.
         """
         assert self.tools is not None
@@ -158,7 +160,7 @@ def _hermes(mark: Mark, functions: Functions, many: bool) -> str:
 
 
 def _llama(mark: Mark, functions: Functions, many: bool) -> str:
-    return f"calls: %json {_objects(functions, 'parameters')}"  # its templates know one call in an answer
+    return f"calls: %json {_objects(functions, 'parameters')}"  # templates of Llama 3 allow one call in an answer
 
 
 def _mistral(mark: Mark, functions: Functions, many: bool) -> str:
@@ -176,7 +178,7 @@ def _harmony(mark: Mark, functions: Functions, many: bool) -> str:
         recipient = literal(f"commentary to=functions.{name} ")
         return f'{mark(CHANNEL)} {recipient} {mark(CONSTRAIN)} "json" {mark(MESSAGE)} %json {schema}'
 
-    return "calls: " + " | ".join(call(*_named(each)) for each in functions)  # <|call|> ends an answer after one
+    return "calls: " + " | ".join(call(*_named(each)) for each in functions)  # one call: <|call|> ends the answer
 
 
 CALLS_OF: dict[ToolFormat, Callable[[Mark, Functions, bool], str]] = {
@@ -186,7 +188,8 @@ CALLS_OF: dict[ToolFormat, Callable[[Mark, Functions, bool], str]] = {
     ToolFormat.MISTRAL_ARGS: _mistral_args,
     ToolFormat.HARMONY: _harmony,
 }
-"""Rules of a Lark grammar whose rule `calls` is one call of some functions, or many."""
+"""Functions that return rules of a Lark grammar. The rule `calls` is a call of one of the functions, or with `many` several
+calls if the format allows them."""
 
 
 def _named(function: dict[str, Any]) -> tuple[str, str]:

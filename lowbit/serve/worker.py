@@ -29,13 +29,13 @@ from lowbit.serve.prompts import Prompts
 logger = logging.getLogger("lowbit.serve")
 
 MOST_FAILURES = 5
-"""Consecutive failures of sequences after which /health reports failure: a failed GPU does not recover."""
+"""Number of consecutive failed sequences after which /health reports failure, since a failed GPU does not recover."""
 
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """New output of sequence `index` of a request: text, tokens, and in the last output the finish reason, with the error if it
-    failed. `text_offsets`: the index in the text, in characters, at which each token begins.
+    """New output of sequence `index` of a request. The last output has the finish reason, and an error if the sequence failed.
+    `text_offsets`: the index in the sequence's text, in characters, at which each token begins.
     """
 
     index: int
@@ -82,7 +82,8 @@ class OutputCollector:
 @dataclass(eq=False)
 class ServedSequence:
     """A sequence of an HTTP request: the engine's request, its state, its detokenizer, and output that is not delivered yet.
-    `state` is None until the worker has submitted the request.
+    `state` is None until the worker has submitted the request. `first`: time of the first token. `shown`, `fresh`: text and
+    tokens that are not delivered yet.
     """
 
     request: Request
@@ -142,28 +143,28 @@ class Worker:
     def __init__(self, engine: Engine, metrics: Metrics, prompts: Prompts, *, grammars: bool = False) -> None:
         self.engine, self.metrics, self._prompts = engine, metrics, prompts
         self._grammars = grammars
+        """True if requests may have grammars, whose graphs the warm-up captures too."""
         self._embedding: set[asyncio.Future[list[float]]] = set()
         """Embeddings that requests wait for."""
-        """True if requests may have grammars, whose graphs the warm-up captures too."""
         self.failures = 0
         """Number of sequences that failed since the last one that did not."""
         self.dead = False
         """True if the thread ended before `stop`."""
         self._ranks_failed = False
-        """True once a rank has failed of those that compute the model."""
+        """True once one of the ranks that compute the model has failed."""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._live: dict[ServedSequence, None] = {}
-        """Sequences in the engine; used by the thread alone."""
+        """Sequences in the engine. Only the thread uses this."""
         self._open: dict[ServedSequence, None] = {}
-        """Sequences whose output is not complete; used by the event loop alone."""
+        """Sequences whose output is not complete. Only the event loop uses this."""
         self._refusing: ApiError | None = None
-        """Error of sequences submitted after `end_all`; used by the thread alone."""
+        """Error of sequences that are submitted after `end_all`. Only the thread uses this."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop, warm: Callable[[Stage | None], None], ended: Callable[[], None]) -> None:
-        """Starts the thread, which warms up first. On the event loop, `warm` is called before each stage of the warm-up and
-        with None at its end, and `ended` when the thread has ended.
+        """Starts the thread, which first warms up. `warm` is called before each stage of the warm-up, and with None at its end;
+        `ended` is called when the thread has ended. Both run on the event loop.
         """
         self._loop, self._warm, self._ended = loop, warm, ended
         self._thread.start()
@@ -255,7 +256,7 @@ class Worker:
                 self._call(functools.partial(self._warm, stage))
                 if self._stopping:
                     return False
-            self.engine.generate([Request([0], 2)])  # other costs of the first sequence
+            self.engine.generate([Request([0], 2)])  # pays other one-time costs of a first sequence
             self._prompts.check()
         except ApiError:  # the server was stopped meanwhile
             return False
@@ -322,7 +323,7 @@ class Worker:
             unexplained = True
             logger.exception("a step of the engine failed")
         outputs = self._outputs()
-        if unexplained:  # no sequence is at fault, and the next step may raise it again: all fail
+        if unexplained:  # no sequence is known to be at fault, and the next step may raise the error again: all fail
             lost = list(self._live)
             self.failures += len(lost)
             self._cancel(lost, FinishReason.FAILED)
@@ -331,7 +332,7 @@ class Worker:
         self._deliver(outputs)
 
     def _outputs(self) -> list[tuple[ServedSequence, SequenceOutput]]:
-        """The outputs of a step, in the order of submission."""
+        """Returns the outputs of a step, in the order of submission."""
         outputs, now = [], time.monotonic()
         for sequence in list(self._live):
             error = _error_of(sequence.submitted_state) if sequence.finish_reason is FinishReason.FAILED else None
@@ -386,7 +387,7 @@ class Worker:
 
 
 def _error_of(sequence: Sequence) -> ApiError:
-    """Returns the error of a failed sequence: of the request if its grammar was at fault."""
+    """Returns the error of a failed sequence. The status is 400 if the grammar of the request was at fault, else 500."""
     return ApiError(400, f"this request: {sequence.error}", code="grammar_failed") if sequence.grammar_failed else failed()
 
 

@@ -1,7 +1,7 @@
 """SGLang's plug-in, experimental: its server loads lowbit's checkpoints.
 
-SGLang calls `register` in each of its processes, through the entry point "sglang.srt.plugins". `lowbit.vllm` loads, splits and
-multiplies the matrices; SGLang has the same interface of linear layers.
+SGLang calls `register` in each of its processes, through the entry point "sglang.srt.plugins". The modules of `lowbit.vllm`
+load, split and multiply the matrices, since SGLang has the same interface for linear layers.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class LowbitSGLang(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LowbitSGLang:
-        """Raises CheckpointError, naming the field, for a configuration that states no layers."""
+        """Returns the object for a `quantization_config`. Raises CheckpointError for an invalid configuration, and for one that
+        states no quantized layers."""
         stated = {key: value for key, value in config.items() if key not in _ADDED}
         source = source_of(stated)
         if not isinstance(source, OwnCheckpoint):
@@ -118,7 +119,7 @@ class LowbitSGLangLinear(LinearMethodBase):  # type: ignore[misc]
 
     @torch_defaults()
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the weights for the device's kernels and compiles these."""
+        """Packs the weights for the device's kernels, and compiles these kernels."""
         product: Product = loaded(layer)
         product.prepare(self.name, self.dtype)
         adds_bias = not layer.skip_bias_add and (self.k == layer.input_size or get_group_rank_size(layer.tp_group)[0] == 0)

@@ -59,9 +59,9 @@ CHEAPEST = 12
 KIND_COST = 1.8
 """Largest modelled cost of a candidate, relative to the cheapest tile."""
 NEIGHBOURS, MOST_SPLITS = 2, 12
-"""Number of cheapest tiles whose variants are candidates, and the largest K split of these variants."""
+"""Number of cheapest tiles whose variants are candidates, and the largest number of K splits of these variants."""
 LARGER = 2
-"""Number of larger M (values of the grid) whose chosen tiles are also candidates."""
+"""For a given M, the tiles chosen for this many next larger values of M are also candidates."""
 MOST_OPERATIONS = 4e12
 """Largest 2 M N K that is measured: beyond it, every tile fills the GPU many times over."""
 
@@ -185,7 +185,8 @@ def products_of(scheme: str, machine: Machine) -> TunedProduct:
 
 @dataclass(frozen=True)
 class TrialGrid:
-    """The measurements of a run: weights [N, K] in order, schemes, values of M. The run stops after `seconds`."""
+    """The measurements of a run: weights [N, K] in order, schemes, values of M. `seconds` is a limit for benchmarks; `tune.run`
+    has its own."""
 
     shapes: tuple[tuple[int, int], ...]
     schemes: tuple[str, ...]

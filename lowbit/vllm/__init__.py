@@ -1,6 +1,7 @@
-"""vLLM's plug-in: vLLM serves lowbit's checkpoints, and 16-bit and other tools' checkpoints with lowbit's kernels on request.
+"""vLLM's plug-in. With it vLLM serves lowbit's checkpoints; on request it also serves 16-bit checkpoints and those of other
+tools with lowbit's kernels.
 
-vLLM calls `register` in each of its processes, through the entry point "vllm.general_plugins". In the order of use:
+vLLM calls `register` in each of its processes, through the entry point "vllm.general_plugins". Modules in the order of use:
 
     quantization    which matrices make up a layer of vLLM, and what is refused    (vLLM's QuantizationConfig)
     sources         the matrices that a `quantization_config` describes
@@ -22,7 +23,7 @@ from __future__ import annotations
 import re
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33)
-"""Oldest supported version of vLLM, and the newest minor release."""
+"""Oldest supported version of vLLM, and newest supported minor release."""
 
 
 def version_refusals(version: str) -> tuple[str, ...]:
@@ -37,8 +38,8 @@ def version_refusals(version: str) -> tuple[str, ...]:
 def register() -> None:
     """Registers the method "lowbit" with the vLLM of this process; may be called repeatedly.
 
-    An unsupported version of vLLM raises only when a checkpoint uses the method (`LowbitQuantization.from_config`), so that
-    other checkpoints load as before.
+    With an unsupported version of vLLM, the error is raised only when a checkpoint uses the method
+    (`LowbitQuantization.from_config`). Other checkpoints load as without the plug-in.
     """
     try:
         from vllm.model_executor.layers.quantization import register_quantization_config

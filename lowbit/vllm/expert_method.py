@@ -1,4 +1,4 @@
-"""vLLM's interface of the experts of a layer: create, load, process, apply."""
+"""Implements vLLM's interface of a layer's experts: create parameters, load, process after loading, apply."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ class LowbitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Returns None: vLLM's own kernels are not used."""
 
     def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
-        """Returns None, for which vLLM 0.25 asks: tokens go to other ranks and come back outside of `apply`."""
+        """Returns None, as vLLM 0.25 requires: tokens are sent to other ranks and back outside of `apply`."""
 
     @torch_defaults()
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the weights for the device's kernels and compiles these."""
+        """Packs the weights for the device's kernels, and compiles these kernels."""
         experts = LocalExperts(loaded_experts(layer), _activation(layer), layer.expert_map)
         experts.prepare(self.source.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), captured=self.captured)
         compile_expert_kernels(experts, self.hidden, layer.moe_config.experts_per_token, self.dtype, self.counts)
         layer.add_module("product", experts)
 
     def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared: Any, **more: Any) -> Tensor:
-        """Returns y [T, H] of x [T, H], of this rank's experts and channels alone. Shared experts are vLLM's to add."""
-        if x.device.type == "cpu":  # vLLM has an operator around the experts of a GPU, none on a CPU
+        """Returns y [T, H] of x [T, H], computed by this rank's experts and channels only. vLLM adds shared experts itself."""
+        if x.device.type == "cpu":  # on a GPU vLLM calls experts through an operator of its own, on a CPU it does not
             y: Tensor = torch.ops.lowbit.vllm_experts(x, topk_ids, topk_weights, layer.layer_name)
         else:
             y = layer.product(x, topk_ids, topk_weights)
@@ -92,12 +92,12 @@ register(
 
 
 def _activation(layer: Any) -> str:
-    """Returns vLLM's name of the function of gate and up."""
+    """Returns vLLM's name of the activation function, which is applied to gate and up."""
     return str(getattr(layer.activation, "value", layer.activation))
 
 
 def _refusals(layer: Any) -> tuple[str, ...]:
-    """Returns why the experts of a layer of vLLM are not computed here; empty if they are."""
+    """Returns the reasons why lowbit cannot compute the experts of a layer of vLLM; empty if it can."""
     moe, config, reasons = layer.moe_config, get_current_vllm_config(), []
     if _activation(layer) not in ACTIVATIONS:
         reasons.append(f"experts with {_activation(layer)} are not supported, {' and '.join(ACTIVATIONS)} are")
@@ -117,6 +117,6 @@ def _refusals(layer: Any) -> tuple[str, ...]:
 
 
 def _captures_graphs() -> bool:
-    """Returns whether vLLM will capture CUDA graphs."""
+    """Returns True if vLLM will capture CUDA graphs."""
     mode = get_current_vllm_config().compilation_config.cudagraph_mode
     return getattr(mode, "name", "NONE") != "NONE"

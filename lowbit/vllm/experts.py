@@ -1,12 +1,12 @@
 """The experts of one layer of vLLM: collects their tensors while vLLM loads the files, and keeps this rank's part.
 
-vLLM's models load the matrices of expert e under the names of the architecture's files, `experts.<e>.<matrix>.<suffix>`, as
-tensors of the parameters `w13_<suffix>` (gate and up, "w1" and "w3") and `w2_<suffix>` (down). Files of other tools and 16-bit
-ones have these names. lowbit's files have one tensor for all experts, `experts.gate_up_proj.<suffix>` [E, ..]; `StreamNames`
-gives it the name of the first expert's matrix, by which it reaches the same parameter whole.
+16-bit files and files of other tools have a tensor `experts.<e>.<matrix>.<suffix>` for each matrix of expert e. vLLM's models
+load it into the parameter `w13_<suffix>` (gate and up, "w1" and "w3") or `w2_<suffix>` (down). lowbit's files have one tensor
+for all experts, `experts.gate_up_proj.<suffix>` [E, ..]. `StreamNames` renames it to the name of the first expert's matrix, so
+that vLLM loads the whole tensor into the same parameter.
 
-Tensor parallelism: a rank has the rows of gate and up, and the columns of down, of its channels between the two products.
-Expert parallelism: a rank has some of the experts whole.
+Tensor parallelism: each rank has a range of the channels between the two products, so it has rows of gate and up and columns of
+down. Expert parallelism: each rank has some of the experts whole.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ FIRST, SECOND = "gate_up_proj", "down_proj"
 """Names of the two matrices in lowbit's files."""
 
 PARAMETERS: Mapping[Role, str] = {"gate_up": "w13_", "down": "w2_"}
-"""How vLLM's names of the parameters of a layer begin."""
+"""The prefix of vLLM's names of the parameters of each matrix."""
 
 _BIAS = "bias"
 _RANK = 4
-"""Dimensions of a tensor of all experts while vLLM passes it on: it would split one of three at its first dimension."""
+"""Number of dimensions to which a tensor of all experts is extended while vLLM passes it on. vLLM would split a tensor of three
+dimensions along its first one."""
 
 
 @dataclass(frozen=True)
 class ExpertSpec:
     """A rank's part of the experts of a layer.
 
-    count: experts on all ranks. local: the numbers of this rank's experts, in order. hidden: channels of x. intermediate:
+    count: number of experts on all ranks. local: indices of this rank's experts, in order. hidden: channels of x. intermediate:
     channels between the two products, of which each of `ranks` ranks has an equal part.
     """
 
@@ -100,7 +101,7 @@ class ExpertSpec:
         """Returns the parts of the whole matrices of this rank's experts as one tensor."""
         try:
             return ExpertTensor.stack((self.part_of(name, role, q) for q in matrices), len(self.local))
-        except CheckpointError:  # of `part_of`, which names the matrix already
+        except CheckpointError:  # raised by `part_of`, which names the matrix already
             raise
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from error
@@ -119,7 +120,7 @@ class ExpertSource(ABC):
 
 @dataclass(frozen=True)
 class StackedExperts(ExpertSource):
-    """Experts of a lowbit checkpoint. in_files: name of the layer there; gate_up and down: entries of config.json."""
+    """Experts of a lowbit checkpoint. in_files: name of the layer in its files. gate_up, down: entries of config.json."""
 
     in_files: str
     gate_up: LayerEntry
@@ -135,7 +136,7 @@ class StackedExperts(ExpertSource):
 
 @dataclass(frozen=True)
 class RoundedExperts(ExpertSource):
-    """16-bit experts that are quantized while loading, an expert at a time."""
+    """16-bit experts that are quantized while loading, one expert at a time."""
 
     scheme: Scheme
     search: Search = "max"
@@ -167,18 +168,19 @@ class ExpertLoader(ABC):
 
     @abstractmethod
     def suffixes(self, role: Role) -> Mapping[str, torch.dtype]:
-        """Returns suffix -> usual dtype of each tensor that vLLM may load for a matrix, also of those that it must not have."""
+        """Returns suffix -> usual dtype of each tensor that vLLM may load for a matrix. Tensors that the matrix must not have
+        are included, since loading them must raise an error."""
 
     @abstractmethod
     def take(self, suffix: str, tensor: Tensor, shard: str, expert: int) -> bool:
         """Adds a tensor of the matrix `shard` ("w1", "w3" or "w2") of an expert. Returns False for an expert of another rank.
 
-        Raises CheckpointError, naming it, for a duplicate or an invalid tensor.
+        Raises CheckpointError, naming the tensor, if it is a duplicate or invalid.
         """
 
     @abstractmethod
     def _finish(self) -> None:
-        """Makes the weights that are not made yet. Raises CheckpointError with the names of missing tensors."""
+        """Builds the weights that are not built yet. Raises CheckpointError with the names of missing tensors."""
 
     @abstractmethod
     def _is_empty(self) -> bool:
@@ -189,7 +191,8 @@ class ExpertLoader(ABC):
         return None
 
     def finish(self, *, random: bool = False) -> dict[Role, ExpertTensor]:
-        """Returns the weights of this rank. `random`: if no tensor was taken, random ones (vLLM's load format "dummy")."""
+        """Returns the weights of this rank. With `random`, they are random if no tensor was taken (vLLM's load format
+        "dummy")."""
         if random and not self._made and self._is_empty():
             self._made = {role: self._random(role) for role in PARAMETERS}
         else:
@@ -242,7 +245,7 @@ class _StackedLoader(ExpertLoader):
             raise self._refuse_again(f"{name}.{suffix}")
         expected = _own_names(name, expected_tensors(name, entry))
         shape, kinds = expected[suffix]
-        while tensor.dim() > len(shape) and tensor.shape[0] == 1:  # as `StreamNames` passes it on
+        while tensor.dim() > len(shape) and tensor.shape[0] == 1:  # added by `StreamNames`
             tensor = tensor[0]
         if tuple(tensor.shape) != shape or tensor.dtype not in kinds:
             raise CheckpointError(
@@ -305,11 +308,11 @@ class _SingleLoader(ExpertLoader):
         return True
 
     def _is_taken(self, slot: int, shard: str) -> bool:
-        """Returns True if the matrix was made already."""
+        """Returns True if the matrix was built already."""
         return self._is_done
 
     def _took(self, slot: int, shard: str) -> None:
-        """Called after each tensor."""
+        """Called after each tensor that was taken."""
 
     def _is_empty(self) -> bool:
         return not self._tensors
@@ -330,7 +333,7 @@ class _RoundedLoader(_SingleLoader):
         return self._is_done or role in self._made or slot in self._rounded[role]
 
     def _took(self, slot: int, shard: str) -> None:
-        """Rounds a matrix as soon as it is there: gate and up as one, as `lowbit quantize` does."""
+        """Rounds a matrix as soon as it is complete. Gate and up are rounded as one matrix, as by `lowbit quantize`."""
         role = _role(shard)
         shards = ("w2",) if role == "down" else ("w1", "w3")
         if any((slot, each) not in self._tensors for each in shards):
@@ -372,7 +375,8 @@ class _ForeignLoader(_SingleLoader):
         return dict.fromkeys(self.source.schema.suffixes, torch.int32) | {PLAIN: self.dtype, _BIAS: self.dtype}
 
     def _finish(self) -> None:
-        """Reads all experts together: their schemes may become one only then (`checkpoint.experts`)."""
+        """Reads all experts together, since only all of them show which single scheme they can have
+        (`checkpoint.experts`)."""
         schema, name, local = self.source.schema, "experts", self.spec.local
         layers: dict[str, ForeignLayer] = {}
         plain = []
@@ -408,7 +412,7 @@ class _ForeignLoader(_SingleLoader):
 
 
 def _role(shard: str) -> Role:
-    """Returns the matrix of a shard of vLLM."""
+    """Returns the matrix to which a shard ("w1", "w3" or "w2") of vLLM belongs."""
     return "down" if shard == "w2" else "gate_up"
 
 
@@ -460,7 +464,7 @@ def loaded_experts(layer: nn.Module) -> dict[Role, ExpertTensor]:
 
 
 class _Interface(nn.Module):
-    """The interface of Transformers' experts: shapes of the weights, and the function of gate and up."""
+    """The parts of Transformers' experts module that `QuantExperts` reads: shapes of the weights, and the activation."""
 
     is_transposed = False
 
@@ -476,14 +480,15 @@ class _Interface(nn.Module):
 
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-"""The functions of gate and up that are computed, by vLLM's names."""
+"""The supported activation functions, by vLLM's names."""
 
 
 class LocalExperts(nn.Module):
-    """This rank's experts: y [T, H] of x [T, H], the numbers of experts [T, top_k] on all ranks, and the router's weights.
+    """This rank's experts. They compute y [T, H] from x [T, H], the indices of experts [T, top_k] among those of all ranks, and
+    the router's weights.
 
-    expert_map: int [E], number on all ranks -> number on this rank, or -1; None if this rank has all. An expert of another rank
-    adds nothing.
+    expert_map: int [E], the index of each expert on this rank, or -1 if another rank has it; None if this rank has all experts.
+    An expert of another rank adds nothing.
     """
 
     numbers: Tensor | None
@@ -495,14 +500,15 @@ class LocalExperts(nn.Module):
         packed = {FIRST: PackedExperts.from_expert_tensor(gate_up), SECOND: PackedExperts.from_expert_tensor(down)}
         self.experts = QuantExperts(interface, packed)
         if expert_map is not None:
-            device = gate_up.packed.device  # the last number is that of -1: a slot of no expert
+            device = gate_up.packed.device  # index -1, a slot without an expert, reads the last element
             expert_map = torch.cat([expert_map.to(device), expert_map.new_full((1,), -1, device=device)])
         self.register_buffer("numbers", expert_map, persistent=False)
 
     def prepare(self, name: str, dtype: torch.dtype, *, batch_invariant: bool = False, captured: bool = False) -> None:
-        """Packs the weights for the device's kernels, for x of `dtype`. captured: CUDA graphs will capture the products.
+        """Packs the weights for the device's kernels, for x of `dtype`. captured: True if CUDA graphs will capture the
+        products.
 
-        Raises ValueError, naming the layer, if a GPU has no kernel or a graph cannot capture it.
+        Raises ValueError, naming the layer, if no kernel supports it on a GPU, or if a graph cannot capture its products.
         """
         if batch_invariant:
             reasons = self.experts.batch_invariant_refusals(dtype)
@@ -537,8 +543,9 @@ class LocalExperts(nn.Module):
 class StreamNames:
     """The names under which vLLM's model loads the stacked experts of lowbit's files.
 
-    layers: (source of a layer, matrix names of gate and down of vLLM's model, such as "w1" and "w2"). Modules beside the
-    experts, as the router, take the name of the experts' parent in vLLM's model (Mixtral: mlp -> block_sparse_moe).
+    layers: pairs of the source of a layer and the names of the matrices gate and down in vLLM's model, such as ("w1", "w2").
+    Modules with the same parent as the experts, such as the router, are renamed too if vLLM's model has another name for the
+    parent (Mixtral: mlp -> block_sparse_moe).
     """
 
     def __init__(self, layers: Iterable[tuple[ExpertSource, tuple[str, str]]]) -> None:
@@ -559,7 +566,7 @@ class StreamNames:
         return bool(self.matrices)
 
     def renamed(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """Returns name and tensor as vLLM's model takes them."""
+        """Returns the name and the shape of a tensor that vLLM's model expects: (name, tensor)."""
         matrix, _, suffix = name.rpartition(".")
         if matrix in self.matrices:
             return f"{self.matrices[matrix]}.{suffix}", tensor[(None,) * (_RANK - tensor.dim())]

@@ -1,5 +1,5 @@
-"""The patches of vLLM's loader: it checks for missing weights, renames the tensors of stacked experts, and compiles the kernels
-of all layers together."""
+"""Patches vLLM's loader, so that it checks for missing weights, renames the tensors of stacked experts, and compiles the
+kernels of all layers together."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _16_BITS = (torch.float16, torch.bfloat16, torch.float32)
 
 @functools.cache
 def patch_loader() -> None:
-    """Patches vLLM's loader in this process, once: models of this method are checked for missing weights, the tensors of their
-    stacked experts get the names that vLLM's models load, and the kernels of all their layers are compiled together."""
+    """Patches vLLM's loader in this process; further calls do nothing. Models that use lowbit are then checked for missing
+    weights, the tensors of their stacked experts get the names that vLLM's models load, and the kernels of all their layers are
+    compiled together."""
     _check_missing_weights()
     _rename_stacked_experts()
     _compile_layers_together()
@@ -33,10 +34,10 @@ def patch_loader() -> None:
 def _check_missing_weights() -> None:
     """Patches `DefaultModelLoader.load_weights` to raise CheckpointError for parameters that no file filled.
 
-    vLLM checks this for 16-bit models only; other parameters would keep uninitialized memory. Packed weights are checked in
-    `loading.LayerLoader`. For norms and the like vLLM's own tracking by name is enabled. Weights in 16 bits, biases and
-    experts, which vLLM allocates uninitialized, are filled with NaN first. Draft models are not checked: they share the
-    embedding of their target model, which verifies every token.
+    vLLM itself checks this for 16-bit models only; in other models a missing parameter would keep uninitialized memory. Packed
+    weights are checked in `loading.LayerLoader`. For norms and similar parameters vLLM's own tracking by name is enabled. vLLM
+    allocates 16-bit weights, biases and experts uninitialized, so they are filled with NaN before loading and checked after it.
+    Draft models are not checked: they share the embedding of their target model, and that model verifies every token.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -91,7 +92,7 @@ def _rename_stacked_experts() -> None:
 def _compile_layers_together() -> None:
     """Patches `process_weights_after_loading` of vLLM's base loader to compile the kernels of all layers at once.
 
-    A loader or a vLLM that processes layers in another way compiles the kernels of each layer by itself.
+    If a loader or a version of vLLM does not call this function, the kernels of each layer are compiled separately.
     """
     from vllm.model_executor.model_loader import base_loader
 
@@ -110,15 +111,15 @@ def _compile_layers_together() -> None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Returns whether a module of vLLM holds the weights of experts, in any supported version."""
+    """Returns True if a module of any supported version of vLLM holds the weights of experts."""
     return any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(module).__mro__)
 
 
 def _uninitialized(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """Yields (parameter name, values, True for experts) for parameters that vLLM allocates without initializing them.
 
-    Values are whole weights of linear layers and embeddings. For experts they are the first element of each tensor of the
-    files, [E, 2] for gate and up, [E, 1] for down, since the rest may be padding.
+    For linear layers and embeddings, values are the whole parameter. For experts, values are the first element of each tensor
+    that is loaded into the parameter, since the rest may be padding: [E, 2] for gate and up, [E, 1] for down.
     """
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -28,8 +28,9 @@ SGLang 0.5.23, Mistral 3 in vLLM 0.33)."""
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A rank's shard of a layer: `parts` rows of each output (q, k and v are three), of `whole` rows on all ranks, and
-    K / `ranks_along_k` input channels. `rows`: the rank's range of a vocabulary; `fill`: rows after padding with zeros."""
+    """A rank's shard of a layer. The layer has one or several outputs; q, k and v are three. parts: this rank's rows of each
+    output. whole: rows of each output on all ranks. ranks_along_k: number of ranks among which the input channels are split.
+    rows: the rank's range of a vocabulary. fill: number of rows after padding with zeros; 0 without padding."""
 
     parts: tuple[int, ...]
     whole: tuple[int, ...]
@@ -78,8 +79,8 @@ class ShardSpec:
 class LayerLoader(Generic[T]):
     """Loads the matrices of one layer of vLLM, with `k` input channels each, onto `device`.
 
-    As soon as all shards are complete, `make` builds the layer's module from them, so few unpacked codes are in memory. vLLM
-    states the output of each tensor ("q", 0, (0, 1)), or None if it belongs to all outputs.
+    As soon as all shards are complete, `make` builds the layer's module from them, so that few unpacked codes are in memory at
+    a time. With each tensor vLLM states the output to which it belongs, such as "q", 0 or (0, 1), or None for all outputs.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LayerLoader(Generic[T]):
         self._is_done = False
 
     def take(self, suffix: str, tensor: Tensor, of: Any = None) -> None:
-        """Adds one tensor. Raises CheckpointError, naming it, for a duplicate or an invalid matrix."""
+        """Adds one tensor. Raises CheckpointError, naming the tensor, if it is a duplicate or its matrix is invalid."""
         number = self._matrix_of(of)
         matrix, tensors = self.matrices[number], self._tensors[number]
         if suffix in matrix.unstated:
@@ -151,9 +152,10 @@ class LayerLoader(Generic[T]):
 
 
 def _outputs(matrices: Sequence[Matrix], spec: ShardSpec) -> list[tuple[int, ...]]:
-    """Returns the outputs of the layer that each matrix contains: one each, all, or as many as its rows fill."""
+    """Returns the indices of the layer's outputs that each matrix contains. If there are as many matrices as outputs, each has
+    one. A single matrix has all. Otherwise each has as many outputs as its rows fill."""
     count = len(spec.parts)
-    if len(spec.whole) != count:  # MiniMax-M3's indexer beside q, k and v
+    if len(spec.whole) != count:  # MiniMax-M3 has an indexer in addition to q, k and v
         raise CheckpointError(
             f"{matrices[0].name}: vLLM's layer has {count} outputs, lowbit supports {len(spec.whole)}; leave this layer in "
             "16 bits"
@@ -176,10 +178,10 @@ def _outputs(matrices: Sequence[Matrix], spec: ShardSpec) -> list[tuple[int, ...
 
 @contextlib.contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Restores torch's default dtype and device in the block, since vLLM sets the model's.
+    """Restores torch's default dtype and device in the block. vLLM sets those of the model while it builds and loads it.
 
-    Cached tables must have torch's default dtype. A default device is a Python function called before each torch operation,
-    which is slow.
+    Tables that lowbit caches must have torch's default dtype. With a default device, torch calls a Python function before each
+    operation, which is slow.
     """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -193,8 +195,8 @@ def torch_defaults() -> Iterator[None]:
 def register_parameters(layer: nn.Module, loading: LayerLoader[Any], random: bool = False) -> None:
     """Registers an empty parameter for each possible tensor of the layer; its weight_loader adds the tensor to `loading`.
 
-    Tensors that the matrices must not have are registered too: many models silently skip names without a parameter.
-    `random`: no tensor will be loaded; `loaded` uses random weights.
+    Tensors that the matrices must not have are registered too, so that loading them raises an error: many models silently skip
+    names without a parameter. `random`: True if no tensor will be loaded; `loaded` then uses random weights.
     """
     layer.lowbit_loading, layer.lowbit_random = loading, random  # type: ignore[assignment]
     types = {suffix: torch.uint8 for matrix in loading.matrices for suffix in matrix.unstated}
@@ -219,7 +221,8 @@ def _loader(loading: LayerLoader[Any], suffix: str) -> Callable[..., None]:
 
 
 def loaded(layer: nn.Module) -> Any:
-    """Returns the module built from all tensors of a layer. The empty parameters stay: LoRA reads the device from them."""
+    """Returns the module built from all tensors of a layer. The empty parameters stay, since LoRA reads the device from
+    them."""
     loading: LayerLoader[Any] = layer.lowbit_loading  # type: ignore[assignment]
     result = loading.finish(random=bool(layer.lowbit_random))
     if loading.device.type == "cpu":
@@ -231,7 +234,7 @@ def loaded(layer: nn.Module) -> Any:
 
 
 def whole_outputs(layer: Any, parts: Sequence[int]) -> tuple[int, ...]:
-    """Returns the rows of each output of a vLLM layer over all ranks, without replicas."""
+    """Returns the number of rows of each output of a vLLM layer on all ranks together; replicas of KV heads are not counted."""
     if hasattr(layer, "total_num_kv_heads"):
         heads, keys, values = layer.total_num_heads, layer.total_num_kv_heads, getattr(layer, "v_head_size", layer.head_size)
         return (heads * layer.head_size, keys * layer.head_size, keys * values)

@@ -1,4 +1,4 @@
-"""One matrix of a checkpoint: its tensors in the files, and how they are read."""
+"""The matrices of a checkpoint: which tensors each has in the files, and how they are read."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Matrix(ABC):
 
     @abstractmethod
     def is_whole(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Returns True if these are certainly all of its tensors."""
+        """Returns True if `tensors` are certainly all tensors of the matrix."""
 
     @abstractmethod
     def read(self, tensors: Mapping[str, Tensor], device: torch.device) -> QuantTensor | Tensor:
-        """Returns the matrix: quantized on `device`, or in 16 bits on its tensor's device.
+        """Returns the matrix. A quantized one is on `device`, a 16-bit one on the device of its tensor.
 
         Raises CheckpointError, naming the tensor, for missing or invalid tensors.
         """
@@ -171,5 +171,6 @@ class ForeignMatrix(Matrix):
 
 
 def _on(device: torch.device, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moves the tensors to `device`: a GPU unpacks the codes of 8 billion weights in a second, a CPU in half a minute."""
+    """Returns the tensors on `device`. They are moved before their codes are unpacked: a GPU unpacks 8 billion weights in a
+    second, a CPU in half a minute."""
     return {suffix: tensor.to(device) for suffix, tensor in tensors.items()}

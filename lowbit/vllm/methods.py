@@ -1,4 +1,4 @@
-"""vLLM's interface of a layer that lowbit computes: create, load, process, apply."""
+"""Implements vLLM's interface of linear layers and embeddings: create parameters, load, process after loading, apply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lowbit.vllm.warm_up import compile_kernels, named_kernels, token_counts, us
 
 
 def is_tied() -> bool:
-    """Returns whether the model that vLLM is building ties embedding and LM head."""
+    """Returns True if the model that vLLM is building ties embedding and LM head."""
     return bool(getattr(_text_config(), "tie_word_embeddings", False))
 
 
@@ -37,19 +37,20 @@ def _text_config() -> Any:
 
 
 def is_dummy() -> bool:
-    """Returns whether vLLM loads no weights (load format "dummy")."""
+    """Returns True if vLLM loads no weights (load format "dummy")."""
     return bool(get_current_vllm_config().load_config.load_format == "dummy")
 
 
 def use_kernels() -> None:
-    """Uses the kernels file that `--additional-config` names (`warm_up.named_kernels`), one beside the checkpoint, or that of
-    an installed package. Raises OSError for a named file that cannot be read."""
+    """Uses a kernels file: the one that `--additional-config` names (`warm_up.named_kernels`), else one beside the checkpoint,
+    else that of an installed package. Raises OSError for a named file that cannot be read."""
     config = get_current_vllm_config()
     use_kernels_file(named_kernels(config.additional_config), config.model_config.model)
 
 
 def refuse_offload(name: str) -> None:
-    """Raises ValueError if vLLM would offload this layer: it chooses weights before loading, when a packed layer has none."""
+    """Raises ValueError if vLLM would offload this layer. vLLM chooses the weights to offload before loading, when a packed
+    layer has no weights yet."""
     offload = get_current_vllm_config().offload_config
     patterns = offload.uva.cpu_offload_params  # parts of names; empty means all layers
     offloaded = offload.uva.cpu_offload_gb > 0 and (not patterns or any(f".{part}." in f".{name}." for part in patterns))
@@ -82,10 +83,11 @@ class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     @torch_defaults()
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the weights for the device's kernels and compiles these."""
+        """Packs the weights for the device's kernels, and compiles these kernels."""
         product: Product = loaded(layer)
         product.prepare(self.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
-        adds_bias = not layer.skip_bias_add and (self.k == layer.input_size or layer.tp_rank == 0)  # one rank of a split K
+        # If K is split over ranks, only rank 0 adds the bias.
+        adds_bias = not layer.skip_bias_add and (self.k == layer.input_size or layer.tp_rank == 0)
         compile_kernels(product, self.k, self.dtype, self.counts, getattr(layer, "bias", None) if adds_bias else None)
         if layer.tp_size == 1 and not is_dummy():
             folder = Path(get_current_vllm_config().model_config.model)
@@ -100,7 +102,8 @@ class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
 
 def token_counts_of(*, head: bool = False) -> tuple[int, ...]:
-    """Returns the numbers of tokens for which vLLM will run the layers, or the LM head (one token per request)."""
+    """Returns the numbers of tokens for which vLLM will run the layers; with `head`, those for the LM head, which computes one
+    token per request."""
     config = get_current_vllm_config()
     most = config.scheduler_config.max_num_seqs if head else config.scheduler_config.max_num_batched_tokens
     return token_counts(config.compilation_config.cudagraph_capture_sizes or (), most)
@@ -116,7 +119,8 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
         self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int, output_size: int,
         params_dtype: torch.dtype, **extra: Any,
     ) -> None:  # fmt: skip
-        """Registers the parameters to load: this rank's rows of the vocabulary, padded to equal numbers on all ranks."""
+        """Registers the parameters to load. This rank has a range of the vocabulary's rows, padded so that all ranks have
+        equally many."""
         refuse_offload(self.matrix.name)
         held = layer.shard_indices
         if held.num_added_elements:

@@ -1,4 +1,4 @@
-"""y = x . w^T + bias of a layer of vLLM, whose w stacks one or several matrices, such as q, k and v or gate and up."""
+"""The product y = x . w^T + bias of a layer of vLLM. w stacks one or several matrices, such as q, k and v or gate and up."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lowbit.ops.table import UnsupportedProblem, why_slow
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A rank's rows and columns of one matrix, quantized or in 16 bits. `index` int64 [K'] is the channel of x of each column,
-    None for the identity (`formats.split.columns_of`)."""
+    """A rank's rows and columns of one matrix, quantized or in 16 bits. `index` int64 has, for each column, the channel of x
+    that it multiplies; None if the columns have the order of x (`formats.split.columns_of`)."""
 
     weight: QuantTensor | Tensor
     index: Tensor | None = None
 
     def stacks_with(self, other: Shard) -> bool:
-        """Returns whether the rows of both can be stacked into one product."""
+        """Returns True if the rows of both shards can be stacked into one product."""
         if self.index is not None or other.index is not None:
             return False
         if isinstance(self.weight, Tensor) or isinstance(other.weight, Tensor):
@@ -33,7 +33,7 @@ class Shard:
 
 
 class StackedProduct(nn.Module):
-    """One product of x with stacked shards: a quantized matrix, or `weight` [N, K] in 16 bits."""
+    """One product of x with stacked shards. They are a quantized matrix `linear`, or `weight` [N, K] in 16 bits."""
 
     index: Tensor | None
 
@@ -56,7 +56,8 @@ class StackedProduct(nn.Module):
 
 
 class Product(nn.Module):
-    """Multiplies x [.., K] by all shards in order of rows; adjacent shards are stacked into one product if possible."""
+    """Multiplies x [.., K] by all shards; outputs have the order of the shards. Adjacent shards are stacked into one product if
+    that is possible."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         super().__init__()
@@ -75,8 +76,9 @@ class Product(nn.Module):
         return [factor.linear for factor in self.factors if factor.linear is not None]  # type: ignore[misc]
 
     def prepare(self, name: str, dtype: torch.dtype, *, batch_invariant: bool = False) -> None:
-        """Packs the weights for the device's kernels, for x of `dtype`. Raises ValueError, naming the layer, if a GPU has no
-        kernel: it would dequantize all weights at every call. A CPU without a kernel dequantizes them once."""
+        """Packs the weights for the device's kernels, for x of `dtype`. Raises ValueError, naming the layer, if no kernel
+        supports it on a GPU, which would then dequantize all weights at every call. Without a kernel on a CPU, weights are
+        dequantized once."""
         if batch_invariant:
             try:
                 make_batch_invariant(self, dtype)

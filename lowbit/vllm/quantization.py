@@ -31,7 +31,7 @@ class LowbitQuantization(QuantizationConfig):
 
     def __init__(self, source: Any = None) -> None:
         super().__init__()
-        if source is None:  # vLLM calls it so if config.json has no `quantization_config`
+        if source is None:  # vLLM passes no source if config.json has no `quantization_config`
             scheme = '{"quantization_config": {"quant_method": "lowbit", "scheme": "w4a16_g128"}}'
             raise ValueError(
                 "--quantization lowbit: config.json states no quantization_config; quantize the model first (lowbit quantize), "
@@ -69,7 +69,8 @@ class LowbitQuantization(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LowbitQuantization:
-        """Raises ValueError for an unsupported vLLM, and CheckpointError, naming the field, for an invalid configuration."""
+        """Returns the object for a `quantization_config`. Raises ValueError for an unsupported version of vLLM, and
+        CheckpointError, naming the field, for an invalid configuration."""
         reasons = version_refusals(vllm.__version__)
         if reasons:
             raise ValueError("; ".join(reasons))
@@ -94,7 +95,7 @@ class LowbitQuantization(QuantizationConfig):
         from lowbit.vllm.sources import VocabLayer, order_refusals
 
         patch_loader()
-        use_kernels()  # before weights are loaded, which kernels pack
+        use_kernels()  # before weights are loaded, since kernels pack them
         prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, LinearBase):
             matrices = self.source.matrices(prefix, self.packed_modules_mapping, torch.get_default_dtype())

@@ -1,4 +1,5 @@
-"""The matrices that a `quantization_config` describes: lowbit's, 16-bit ones to quantize while loading, another tool's."""
+"""The matrices that a `quantization_config` describes. They are those of a lowbit checkpoint, 16-bit matrices to quantize while
+loading, or those of another tool's checkpoint."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ from lowbit.vllm.matrices import ForeignMatrix, Matrix, PackedMatrix, PlainMatri
 WHERE = "config.json"
 _ON_LOAD = {"quant_method", "format_version", "scheme", "modules_to_not_convert", "head", "search"}
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Ends of the names of routers and of gates of shared experts, which `lowbit quantize` leaves in 16 bits too."""
+"""Last parts of the names of routers and of gates of shared experts. They stay in 16 bits, as with `lowbit quantize`."""
 _REARRANGED = {
     **dict.fromkeys(("bloom", "falcon", "gpt_neox", "persimmon"), "query_key_value"),
     "llama4_text": "qkv_proj",
 }
 """Model type -> layer whose rows vLLM reorders while loading (`load_weights`, 0.25.1 and 0.32.0). It reorders 16-bit weights
-correctly, packed ones only in part or not at all."""
+correctly, but packed weights only in part or not at all."""
 
 
 @dataclass(frozen=True)
 class VocabLayer:
-    """The embedding or (`is_head`) the LM head of a model: its name ("" if vLLM has none for an embedding), its shape
-    (tokens, K), and whether the two are tied."""
+    """The embedding of a model, or its LM head if `is_head`. name: "" if vLLM does not name the embedding. shape: (tokens, K).
+    tied: True if embedding and LM head have the same weight."""
 
     name: str
     shape: tuple[int, int]
@@ -45,20 +46,21 @@ class VocabLayer:
 Renaming = Callable[[Iterable[str]], Mapping[str, str]]
 
 _USUAL = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that engines stack, for models that do not state it."""
+"""Layers that serving engines stack, for models that do not state which ones they stack."""
 
 
 class WeightSource(ABC):
     """The matrices of a model, by vLLM's names."""
 
     def matrices(self, name: str, members: Mapping[str, Sequence[str]], dtype: torch.dtype) -> list[Matrix]:
-        """Returns the matrices of a linear layer; `members` maps the last part of its name to the layers that it stacks."""
+        """Returns the matrices of a linear layer. `members` maps the last part of a layer's name to the layers that it
+        stacks."""
         parent, dot, last = name.rpartition(".")
         return [self.matrix(f"{parent}{dot}{member}", dtype) for member in members.get(last, (last,))]
 
     @abstractmethod
     def matrix(self, name: str, dtype: torch.dtype) -> Matrix:
-        """Returns the matrix of a linear layer; `dtype` is that of a 16-bit one."""
+        """Returns the matrix of a linear layer. `dtype`: its dtype if it is in 16 bits."""
 
     @abstractmethod
     def vocab_matrix(self, layer: VocabLayer, dtype: torch.dtype) -> Matrix | None:
@@ -76,8 +78,8 @@ class WeightSource(ABC):
 
 @dataclass(frozen=True)
 class OwnCheckpoint(WeightSource):
-    """A checkpoint written by `lowbit quantize`, `lowbit convert` or `save_pretrained`. in_files: the names that its layers had
-    before `renamed`."""
+    """A checkpoint written by `lowbit quantize`, `lowbit convert` or `save_pretrained`. in_files: name after `renamed` -> name
+    in the files, for each layer."""
 
     manifest: Manifest
     in_files: Mapping[str, str] = field(default_factory=dict)
@@ -87,7 +89,8 @@ class OwnCheckpoint(WeightSource):
         return PlainMatrix(name, dtype) if entry is None else PackedMatrix(name, entry)
 
     def matrices(self, name: str, members: Mapping[str, Sequence[str]], dtype: torch.dtype) -> list[Matrix]:
-        """Returns one matrix if the files have the stacked layer itself (GLM-4's gate_up_proj), else its members."""
+        """Returns one matrix if the files have the stacked layer itself (GLM-4's gate_up_proj), else the matrices that it
+        stacks."""
         if name in self.manifest.layers:
             return [self.matrix(name, dtype)]
         return super().matrices(name, {**_USUAL, **members}, dtype)
@@ -115,8 +118,8 @@ class OwnCheckpoint(WeightSource):
         return names[0] if names else ""
 
     def experts(self, name: str) -> ExpertSource | None:
-        """Returns the experts with the layer's name, or those of the same decoder layer: Transformers and vLLM call the module
-        around Mixtral's experts mlp and block_sparse_moe."""
+        """Returns the experts with the layer's name, or else those of the same decoder layer. The names can differ: the module
+        around Mixtral's experts is called mlp in Transformers and block_sparse_moe in vLLM."""
         layers = self.manifest.layers
         if single := next((layer for layer in layers if layer.startswith(f"{name}.") and not layers[layer].experts), None):
             raise CheckpointError(f"{single}: single experts of a lowbit checkpoint are not supported; quantize it again")
@@ -145,7 +148,8 @@ class OwnCheckpoint(WeightSource):
 
 @dataclass(frozen=True)
 class SixteenBits(WeightSource):
-    """16-bit weights that are rounded to `scheme` while loading; LM head and embedding to `head` unless it is None."""
+    """16-bit weights that are rounded to `scheme` while loading. LM head and embedding are rounded to `head`, or stay in 16
+    bits if it is None. kept: names or patterns of layers that stay in 16 bits."""
 
     scheme: Scheme
     kept: tuple[str, ...] = ()
@@ -186,7 +190,7 @@ class OtherTools(WeightSource):
 
 
 def order_refusals(model_type: str, name: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
-    """Returns why the rows of a layer with q, k and v would be loaded in a wrong order; empty if they would not."""
+    """Returns the reasons why vLLM would load the rows of a layer with q, k and v in a wrong order; empty if it would not."""
     is_rearranged = _REARRANGED.get(model_type) == name.rpartition(".")[2]
     if not is_rearranged or all(isinstance(matrix, PlainMatrix) for matrix in matrices):
         return ()
@@ -197,7 +201,7 @@ def order_refusals(model_type: str, name: str, matrices: Sequence[Matrix]) -> tu
 
 
 def _above(name: str) -> str:
-    """Returns the name of the decoder layer of a layer of experts."""
+    """Returns the name of the decoder layer to which a layer of experts belongs."""
     return name.rpartition(".")[0].rpartition(".")[0]
 
 

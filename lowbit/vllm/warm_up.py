@@ -1,4 +1,5 @@
-"""Compiles the kernels of a layer before vLLM runs it, in several processes, so that no request waits for a compilation."""
+"""Compiles the kernels of a layer before vLLM runs it, so that no request waits for a compilation. Several processes
+compile."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ FEW = 64
 
 
 def token_counts(captured: Iterable[int], most: int) -> tuple[int, ...]:
-    """Returns numbers of tokens up to `most` that cover all tiles: those of the CUDA graphs, all up to FEW, and larger ones
-    close enough that no tile is chosen only between two of them.
+    """Returns numbers of tokens up to `most` for which every tile is chosen at least once. They are the sizes of the CUDA
+    graphs, all numbers up to FEW, and larger numbers that are so close that no tile is missed between two of them.
 
-    Kernels are not specialized for divisibility of the number of tokens (`do_not_specialize`).
+    A kernel for one number of tokens also serves others with the same tile, since kernels are not specialized for divisibility
+    of that number (`do_not_specialize`).
     """
     counts, count = {*captured, *range(1, FEW + 1)}, FEW
     while count < most:
@@ -39,15 +41,16 @@ def token_counts(captured: Iterable[int], most: int) -> tuple[int, ...]:
 
 
 def hash_early() -> None:
-    """Computes Triton's hash of its own sources (0.4 s, needed before the first kernel) in a thread, while weights load."""
+    """Computes Triton's hash of its own sources in a thread, while weights load. It takes 0.4 s and is needed before the first
+    kernel is compiled."""
     from triton.runtime.cache import triton_key
 
     threading.Thread(target=triton_key, name="triton_key", daemon=True).start()
 
 
 def named_kernels(additional_config: object) -> str | None:
-    """Returns the kernels file of vLLM's option `--additional-config '{"lowbit_kernels": "FILE"}'`, None without it. Raises
-    ValueError for a value that is no text."""
+    """Returns the kernels file of vLLM's option `--additional-config '{"lowbit_kernels": "FILE"}'`; None without it. Raises
+    ValueError for a value that is not a string."""
     given = additional_config.get("lowbit_kernels") if isinstance(additional_config, dict) else None
     if not (given is None or isinstance(given, str)):
         raise ValueError(f"--additional-config: lowbit_kernels is the name of a kernels file (lowbit compile), not {given!r}")
@@ -56,7 +59,7 @@ def named_kernels(additional_config: object) -> str | None:
 
 @functools.cache
 def use_kernels_file(kernels: str | None, model: str) -> None:
-    """Uses a kernels file on this process's GPU: `kernels`, one beside the checkpoint, or that of an installed package.
+    """Uses a kernels file on this process's GPU: `kernels`, else one beside the checkpoint, else that of an installed package.
 
     model: the checkpoint's folder, or its name on the hub. Raises OSError if `kernels` cannot be read.
     """
@@ -67,11 +70,11 @@ def use_kernels_file(kernels: str | None, model: str) -> None:
 
 
 _compiled: set[Any] = set()
-"""Keys of `compile_kernels` that this process has compiled: a model has many equal layers."""
+"""Keys of layers whose kernels this process has compiled or queued. A model has many equal layers, which are compiled once."""
 
 
 _queued: list[tuple[RecordedKernel, int]] | None = None
-"""Kernels with their SM version that are queued within `together`; None outside."""
+"""Kernels, each with its SM version, that are queued inside `together`; None outside of it."""
 
 
 @contextmanager
@@ -89,7 +92,7 @@ def together() -> Iterator[None]:
 
 
 def compile_soon(kernels: Sequence[RecordedKernel], sm: int) -> None:
-    """Compiles kernels now, or at the end of `together`, each once."""
+    """Compiles kernels now, or inside `together` queues them for its end. A kernel is queued only once."""
     from lowbit.kernels.parts.compile import compiled
 
     if _queued is None:
@@ -100,13 +103,13 @@ def compile_soon(kernels: Sequence[RecordedKernel], sm: int) -> None:
 
 
 def in_own_order(kernels: Sequence[RecordedKernel]) -> Sequence[RecordedKernel]:
-    """Returns kernels in the order in which this process compiles them. All ranks compile the same ones into one cache, so
-    that every other rank begins with the last, and finds in the cache what another has compiled meanwhile."""
+    """Returns kernels in the order in which this process compiles them. All ranks compile the same kernels into one cache.
+    Every second rank begins with the last kernel, so that each finds in the cache what another rank has compiled meanwhile."""
     return kernels[::-1] if dist.is_initialized() and dist.get_rank() % 2 else kernels
 
 
 def form_of(layer: QuantLinear) -> tuple[Any, ...]:
-    """Returns what the kernels of a prepared layer depend on."""
+    """Returns a key with all properties of a prepared layer on which its kernels depend."""
     return (layer.scheme_name, layer.shape, _types(layer), layer.input_transform.parts, layer.batch_invariant)
 
 
@@ -128,7 +131,7 @@ def compile_kernels(product: Product, k: int, dtype: torch.dtype, counts: tuple[
 
 
 def compile_expert_kernels(experts: LocalExperts, k: int, top_k: int, dtype: torch.dtype, counts: tuple[int, ...]) -> int:
-    """`compile_kernels` of prepared experts, for x [count, k] whose tokens have `top_k` experts each."""
+    """Does the same as `compile_kernels` for prepared experts, for x [count, k] whose tokens have `top_k` experts each."""
     parts = list(experts.experts.packed().values())
     forms = tuple((part.scheme_name, part.experts, part.shape, *_types(part), part.input_transform.parts) for part in parts)
     key = (forms, experts.experts.batch_invariant, experts.numbers is None, k, top_k, dtype, counts)
@@ -145,7 +148,7 @@ def compile_expert_kernels(experts: LocalExperts, k: int, top_k: int, dtype: tor
 
 
 def _types(layer: QuantLinear | PackedExperts) -> tuple[torch.dtype | None, ...]:
-    """Returns the types of the scales in the kernels' form, which depend on the weights (pack/weight.py)."""
+    """Returns the dtypes of the scales as they are packed for kernels. They depend on the weights (pack/weight.py)."""
     return tuple(None if t is None else t.dtype for t in (layer.kernel_scale, layer.kernel_channel_scale))
 
 

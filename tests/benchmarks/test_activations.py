@@ -12,7 +12,7 @@ from benchmarks.cli import app
 
 
 def test_every_operation_moves_the_bytes_that_it_says():
-    """Stated bytes equal those of input and output tensors; vectors of a row's length and scales are not counted."""
+    """The stated bytes are those of input and output tensors. Vectors of a row's length, and scales, are not counted."""
     x, other, w = torch.randn(4, 256).half(), torch.randn(4, 256).half(), torch.ones(256).half()
     for operation in OPERATIONS:
         made = operation.call(x, other, w)
@@ -46,7 +46,7 @@ def document(**changed):
 
 
 def test_the_tables_of_a_result_file(tmp_path):
-    """4096 x 4096 int8: 50.3 MB take 12.58 us at 4 TB/s, which is 63 % of 20 and 50 % of 25.17."""
+    """int8 codes of 4096 x 4096 take 50.3 MB of traffic, that is 12.58 us at 4 TB/s: 63 % of 20 us, and 50 % of 25.17 us."""
     path = tmp_path / "a.json"
     path.write_text(json.dumps(document()))
     shown = CliRunner().invoke(app, ["activations", "--report", str(path)])

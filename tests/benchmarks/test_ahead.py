@@ -20,9 +20,8 @@ def test_pieces_are_the_products():
 
 
 def noted(q, request):
-    """A contender that creates a file for each product it runs. Products of w8a16 fail; those of w3a16_g128 kill their
-    process.
-    """
+    """Returns a contender that creates a file for each product it runs. Products of w8a16 raise an error; products of
+    w3a16_g128 kill their process."""
     folder = Path(os.environ["LOWBIT_TEST_NOTES"])
 
     def product(x, w):

@@ -43,7 +43,7 @@ def test_each_weight_is_of_one_half_and_no_run_moves_it():
     assert len(shapes) == len(set(shapes)) == len(grid.weights(half="tuned")) + len(grid.weights(half="untuned"))
     assert all(k % 128 == 0 for _, k in shapes)
     assert grid.KNOWN & set(grid.weights(half="untuned")) == set()
-    # Changing the split would invalidate all figures for the untuned half: it would contain tuned weights.
+    # This split must not change: the untuned half would then contain weights used for tuning, and its figures would be invalid.
     assert [grid.half_of(shape) for shape in ((5120, 13824), (2048, 4096), (57344, 8192), (4096, 4096))] == [
         "untuned", "tuned", "untuned", "tuned",
     ]  # fmt: skip

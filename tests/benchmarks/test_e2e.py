@@ -41,11 +41,11 @@ def test_a_random_model_computes_and_counts_its_bytes(small):
     assert len(model.model.layers) == 2 and model.dtype == torch.bfloat16
     for module in model.modules():
         if isinstance(module, PackedWeight):
-            module.restore()  # the CPU's packed form may be larger
+            module.restore()  # restores the unpacked weights, since the CPU's packed form may be larger
     weights = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 192 * 64)
-    of_layers = weights // 2 + weights // 32 * 2  # codes of 4 bits, fp16 scales of groups of 32
+    of_layers = weights // 2 + weights // 32 * 2  # 4-bit codes, and fp16 scales of groups of 32
     norms = 5 * 64 * 2
-    head = 320 * 64 + 320 * 4  # single rows of the embedding are read; they do not count
+    head = 320 * 64 + 320 * 4  # the embedding does not count, since a step reads only single rows of it
     assert weight_bytes(model) == of_layers + norms + head
     plain = random_model(small, None, None, torch.float16, torch.device("cpu"))
     assert not any(isinstance(module, PackedWeight) for module in plain.modules())
@@ -130,7 +130,8 @@ def test_what_is_asked_wrongly_is_refused(arguments, message):
 
 
 def test_a_model_with_an_embedding_of_positions(monkeypatch):
-    """OPT's shape: one row of the position embedding is read, and the tied weight counts once, as the LM head."""
+    """OPT's shape. Of the position embedding a step reads one row, which does not count. The tied weight counts once, as the LM
+    head."""
     config = language_model.SHAPES["OPT-30B"]()
     assert (config.hidden_size, config.ffn_dim, config.num_hidden_layers, config.num_attention_heads) == (7168, 28672, 48, 56)
     monkeypatch.setitem(language_model.SHAPES, "small", lambda: language_model._opt(64, 256, 3, 4))
@@ -142,7 +143,7 @@ def test_a_model_with_an_embedding_of_positions(monkeypatch):
     packed = random_model("small", "w4a16_g32", "w8a16", torch.bfloat16, torch.device("cpu"))
     for module in packed.modules():
         if isinstance(module, PackedWeight):
-            module.restore()  # the CPU's packed form may be larger
+            module.restore()  # restores the unpacked weights, since the CPU's packed form may be larger
     assert packed.lm_head.weight_packed is packed.model.decoder.embed_tokens.weight_packed
     of_layer = (4 * 64 * 64 + 2 * 64 * 256) * 9 // 16 + 2 * (4 * 64 + 64 + 256 + 4 * 64)
     assert weight_bytes(packed) == 3 * of_layer + 2 * 2 * 64 + 50272 * (64 + 4)
@@ -155,7 +156,7 @@ MIXTURES = {
     "gpt-oss-20b": dict(**HEADS, head_dim=16, intermediate_size=64, num_local_experts=8),
     "OLMoE-1B-7B": dict(**HEADS, intermediate_size=32, num_experts=16),
 }
-"""Sizes of the mixtures of experts in tests; routing and all else as the models have them."""
+"""Sizes of the mixtures of experts in these tests. Routing and everything else are those of the real models."""
 
 
 @pytest.fixture
@@ -177,12 +178,13 @@ EXPERTS = {
     "gpt-oss-20b": (32, 4, 3 * 2880 * 2880),
     "OLMoE-1B-7B": (64, 8, 3 * 1024 * 2048),
 }
-"""Experts of a layer, those of a token, weights of one."""
+"""(experts of a layer, experts of a token, weights of one expert) by model."""
 
 
 @pytest.mark.parametrize("model", EXPERTS)
 def test_bytes_of_whole_mixtures(model):
-    """Shapes of the models, on the meta device: what a step of 16 tokens reads in 16 bits, counted by hand."""
+    """The bytes that a step of 16 tokens reads in 16 bits, counted by hand. Models have their real sizes, on the meta
+    device."""
     made = language_model.meta_model(model, torch.bfloat16, 2)
     experts, top_k, size = EXPERTS[model]
     all_experts = 2 * 2 * experts * size
@@ -196,7 +198,7 @@ def test_bytes_of_whole_mixtures(model):
 
 @pytest.mark.parametrize("model", MIXTURES)
 def test_mixtures_of_experts_without_a_gpu(small_mixtures, model):
-    """The models compute, their experts differ, and a step hits as many as independent tokens would."""
+    """The models compute, and their experts differ. A step is expected to hit as many experts as independent tokens would."""
     made = random_model(model, "w4a16_g32", "w8a16", torch.bfloat16, torch.device("cpu"), layers=2)
     experts = made.model.layers[0].mlp.experts
     part = next(iter(experts.packed().values()))
@@ -219,7 +221,7 @@ def test_mixtures_of_experts_without_a_gpu(small_mixtures, model):
 
 @pytest.mark.parametrize("kv", ["16", "fp8", "k8v4"])
 def test_pages_are_filled(small, kv):
-    """Every page has Gaussian keys and values, as near to them as the format is."""
+    """Every page has Gaussian keys and values, as nearly as the format can store them."""
     model = random_model(small, None, None, torch.float32, torch.device("cpu"))
     engine = e2e.engine_for(model, [(2, 200)], kv)
     pages = engine.program.cache.layer(1)
@@ -239,7 +241,7 @@ def test_routers_are_counted():
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "gpt-oss-20b"])
 def test_a_run_without_a_gpu(small_mixtures, name, tmp_path, monkeypatch):
-    """All rows of a result file, with the measurements on the device left out."""
+    """A result file has all its rows. The measurements on the device are replaced."""
     make = e2e.random_model
     monkeypatch.setattr(e2e, "random_model", lambda *a: make(*a[:4], torch.device("cpu"), a[5]))
     monkeypatch.setattr(e2e, "machine", lambda: {"gpu": "a GPU"})
@@ -285,7 +287,7 @@ def test_a_run_without_a_gpu(small_mixtures, name, tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-20b", "OLMoE-1B-7B"])
 def test_a_short_run_of_experts(tmp_path, model):
-    """Two layers: steps of tokens that hit about as many experts as the limit counts, no step faster than that."""
+    """A model of two layers. Steps hit about as many experts as the limit counts, and none is faster than its limit."""
     out = tmp_path / "e2e.json"
     scheme = "w4e2m1a16_g32" if model == "gpt-oss-20b" else "w4a16_g128"
     arguments = ["--models", model, "--layers", "2", "--schemes", scheme, "--batches", "1,16", "--contexts", "256"]
@@ -300,8 +302,8 @@ def test_a_short_run_of_experts(tmp_path, model):
 
 @pytest.mark.gpu
 def test_a_short_run_of_keys_and_values(tmp_path):
-    """Two layers at a context whose keys and values are most bytes: rows of each format, none faster than its bytes allow, and
-    fewer bytes take less time."""
+    """A model of two layers, at a context where most bytes are keys and values. There are rows of each format. None is faster
+    than its bytes allow, and fewer bytes take less time."""
     out = tmp_path / "e2e.json"
     arguments = ["--models", "Llama-3-8B", "--layers", "2", "--schemes", "w4a16_g128", "--batches", "32", "--contexts", "8192"]
     result = CliRunner().invoke(app, ["e2e", *arguments, "--kv", "16,fp8,int8,k8v4,int4", "--out", str(out)])
@@ -338,9 +340,8 @@ def test_a_short_run(tmp_path, model):
 
 
 def test_16_bits_are_the_better_of_two(small, monkeypatch):
-    """The 16-bit row is the faster of the small-M chain, for as many rows as that supports, and cuBLAS. The program is restored
-    afterwards.
-    """
+    """The 16-bit row is the faster of two steps: by cuBLAS, and by the small-M chain if it supports so many rows. Afterwards
+    the program is as before."""
     monkeypatch.setattr(chain_of, "_refusals", lambda product, m, dtype: ())
     model = random_model(small, None, None, torch.float16, torch.device("cpu"))
     engine = Engine(model, max_concurrent=1, max_length=128)

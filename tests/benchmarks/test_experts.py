@@ -107,7 +107,7 @@ def test_table_and_tiles():
 
 
 def test_marlin_words_hold_the_codes_of_a_threads_fragments():
-    """Nibbles i and i + 4 of a word are neighbours along K, which one mask of both halves extracts."""
+    """Nibbles i and i + 4 of a word are neighbours along K. One mask on both halves of the word extracts such a pair."""
     number, places = torch.arange(64 * 32).view(64, 32), torch.zeros(2, 128, 8, dtype=torch.long)
     for digit in range(3):
         words = pack_codes(number >> 4 * digit & 15)

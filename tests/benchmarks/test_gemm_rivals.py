@@ -1,4 +1,5 @@
-"""Layouts of rivals' weights, what they refuse, and the readings of clock and power; their kernels need a GPU."""
+"""Layouts of rivals' weights, which weights rivals refuse, and the readings of clock and power. The rivals' kernels need a
+GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def test_words_hold_neighbours_along_k(bits):
 
 
 def test_scales_of_channels_are_in_the_order_of_accumulators():
-    """A thread of mma.sync holds, for 32 channels, two adjacent ones of each of the four tiles of 8."""
+    """Of 32 channels, a thread of mma.sync holds two adjacent ones from each of the four tiles of 8."""
     order = gemm_rivals.channel_scales(torch.arange(64.0)[:, None], torch.float32)
     assert order.shape == (1, 64) and order[0, :8].tolist() == [0, 1, 8, 9, 16, 17, 24, 25]
     assert sorted(order[0].tolist()) == [*range(64)] and order[0, 32:].min() == 32
@@ -68,7 +69,7 @@ def test_rows_name_what_was_measured():
 
 
 def test_readings_are_of_the_time_of_a_replay():
-    """A reading from before counts no more; without numbers, or without nvidia-smi, there is none."""
+    """A reading from before the call does not count. Without numbers, or without nvidia-smi, there is no reading."""
     code = "import time\nfor i in range(200): print(f'{1000 + i}, {500 + i}.5', flush=True); time.sleep(0.02)"
     monitor, calls = Monitor([sys.executable, "-c", code]), []
     while monitor.last is NOTHING:

@@ -9,7 +9,7 @@ from lowbit.tune.timing import copies_needed
 
 @pytest.mark.parametrize(
     ("scheme", "expected"),
-    [  # N 8, K 256, by hand: codes + scales + zeros
+    [  # by hand for N 8, K 256: codes + scales + zeros
         ("w4a16_g128", 8 * 256 // 2 + 8 * 2 * 2),
         ("w4a16_pc", 8 * 256 // 2 + 8 * 4),
         ("w3a16_g128", 768 + 8 * 2 * 2),

@@ -28,14 +28,16 @@ def rows():
 
 
 def now(row):
-    """The tile that is chosen today. Stream-K tiles are skipped, because the older result files have no times of them."""
+    """Returns the tile that is chosen now, without stream-K tiles: the older result files have no times of these."""
     tiles = [each.tile for each in products_of(row["scheme"], H200).feasible(row["m"], row["n"], row["k"])]
     return written(next(tile for tile in tiles if tile.splits), TILES)
 
 
 @pytest.mark.parametrize(
     ("half", "scheme", "mean", "worst"),
-    [  # when measured, the untuned half had means 1.031, 1.033, 1.031 and 1.022, worst 1.341, 1.207, 1.196 and 1.364
+    # the tiles chosen at the time of the measurement had, in the untuned half, means 1.031, 1.033, 1.031 and 1.022, worst
+    # 1.341, 1.207, 1.196 and 1.364
+    [
         ("tuned", "w4a16_g128", 1.010, 1.10),
         ("tuned", "w6e3m2a16", 1.010, 1.10),
         ("tuned", "w8a16", 1.012, 1.13),
@@ -53,7 +55,9 @@ def test_regret(rows, half, scheme, mean, worst):
 
 @pytest.mark.parametrize(
     ("half", "scheme", "mean", "worst"),
-    [  # when measured, the untuned half had means 1.007, 1.010, 1.013 and 1.008, worst 1.040, 1.131, 1.120 and 1.090
+    # the tiles chosen at the time of the measurement had, in the untuned half, means 1.007, 1.010, 1.013 and 1.008, worst
+    # 1.040, 1.131, 1.120 and 1.090
+    [
         ("tuned", "w4a16_g128", 1.011, 1.09),
         ("tuned", "w6e3m2a16", 1.007, 1.06),
         ("tuned", "w8a16", 1.008, 1.05),
@@ -72,7 +76,8 @@ def test_regret_where_tiles_of_shares_were_timed_too(half, scheme, mean, worst):
 
 
 def test_what_a_report_says_of_today(rows):
-    """`as_chosen_now` equals a summary with `chosen_now` as the chooser. The command prints it, with the changelog's figure."""
+    """`as_chosen_now` gives the same summary as the original rows with `chosen_now` as chooser. The command prints it, and it
+    has the changelog's figure."""
     judged = [row for row in rows if row["half"] == "untuned"]
     assert summary(as_chosen_now(judged, H200)) == summary(judged, lambda row: chosen_now(row, H200))
     printed = CliRunner().invoke(app, ["choice", "--report", str(MEASURED)], env={"COLUMNS": "200"}).output
@@ -96,9 +101,8 @@ def test_fewer_tokens_are_rarely_slower(rows):
 
 
 def test_few_products_are_slower_than_before_the_costs_were_fitted():
-    """Compares with the tiles chosen until 2026-11-22, for weights of medium size and others. Costs were fitted to most of them
-    (the tuned half). A tile without a time counts as slower.
-    """
+    """Compares with the tiles chosen until 2026-11-22, for weights of medium size and others. Most of these weights are in the
+    half to which costs were fitted. A tile without a time counts as slower."""
     slower, others = [], 0
     for row in load(MEASURED.with_name("2026-11-23-choice-middle.json"))["rows"]:
         chosen, before = now(row), row["us"][row["before"]]

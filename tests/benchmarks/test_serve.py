@@ -48,7 +48,8 @@ VOCAB = 160
 
 
 def test_lengths_have_the_medians_and_percentiles_that_are_said():
-    """Sampled lengths have the medians and 90th percentiles of the table, for requests of at most 8,192 tokens in all."""
+    """Sampled lengths have the medians and 90th percentiles that the mix states, for requests of at most 8,192 tokens in
+    total."""
     rng = random.Random(0)
     drawn = [SHAREGPT.draw(rng, 8192) for _ in range(8000)]
     assert max(map(sum, drawn)) <= 8192
@@ -113,7 +114,7 @@ def test_a_shape_is_served_with_random_weights(monkeypatch):
 
 
 def test_keys_and_values_of_the_served_engine(monkeypatch):
-    """The engine stores them in the format that is asked for, and the tables name it."""
+    """The engine stores keys and values in the requested format, and the tables name the format."""
     shape = dict(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, vocab=320, theta=1e4)
     monkeypatch.setitem(language_model.SHAPES, "small", lambda: language_model._llama(**shape))
     asked = serve_host.ServeConfig(
@@ -160,7 +161,7 @@ def test_a_closed_loop_asks_as_soon_as_it_is_answered(server, builder):
 
 def test_a_closed_loop_goes_on_with_another_mix_without_a_pause(server, builder):
     mixes = [lambda: (20, 12), lambda: (9, 30)]
-    for seconds in (1.5, 6, 24):  # until even a busy machine has answered some requests of each kind
+    for seconds in (1.5, 6, 24):  # runs longer if a busy machine has answered too few requests of each kind
         (first, second), end = asyncio.run(closed_loop(builder, mixes, 4, seconds, lambda found: None))
         server.wait_until_free()
         if len(first) > 8 < len(second):
@@ -193,7 +194,7 @@ def test_one_after_the_other_meets_an_engine_that_does_nothing(server, builder, 
         )
         return prompt(pieces, slots)
 
-    asyncio.run(one_by_one(builder, 20, 8, 1, 20.0))  # after sequences that were cancelled
+    asyncio.run(one_by_one(builder, 20, 8, 1, 20.0))  # ends once all sequences that were cancelled before are gone
     monkeypatch.setattr(engine.program, "prompt", watched)
     answers = asyncio.run(one_by_one(builder, 20, 8, 30, 20.0))
     assert len(answers) == 30 and not any(answer.error for answer in answers)
@@ -202,7 +203,7 @@ def test_one_after_the_other_meets_an_engine_that_does_nothing(server, builder, 
 
 
 def asked_by_chance(builder, rate, output, seconds=1.0):
-    """The answers to requests with random arrival times."""
+    """Returns the results of requests that arrive at random times."""
 
     async def ask():
         return await (
@@ -290,7 +291,7 @@ def test_a_whole_run(folder, tmp_path, monkeypatch):
     assert streams["ratio"] == pytest.approx(streams["tokens_per_s"] / engine["tokens_per_s"]) and other["ratio"] is None
     assert streams["seconds"] == pytest.approx(2) == pytest.approx(other["seconds"]) and streams["cut"] == 0
     assert all(row["server_cpu"] > 0 and row["client_cpu"] > 0 for row in (streams, other, *arrivals))
-    # Compared by CPU time: a busy machine may give the processes different shares (1.31 was seen on one).
+    # CPU times are compared, since a busy machine may give the processes different shares of time (1.31 was seen on one).
     assert 0.2 < streams["ratio"] * engine["server_cpu"] / streams["server_cpu"] < 1.5
     assert engine["server_cpu"] + streams["server_cpu"] > 0.1 and 0 < idle["added_ms"]["p50"] <= idle["added_ms"]["p99"]
     samples = idle["samples_ms"]

@@ -36,7 +36,7 @@ def test_the_table_compares_with_one_gpu(tmp_path):
 
 
 def test_parts_of_a_random_model(monkeypatch):
-    """Two parts have the bytes of the whole, but for norms, which each has."""
+    """Two parts together have the bytes of the whole model. The norms are counted twice, since each part has all of them."""
     monkeypatch.setitem(language_model.SHAPES, "tiny", lambda: language_model._llama(64, 192, 2, 4, 2, 160, 1e4))
     given = {"shape": "tiny", "scheme": "w4a16_g16", "head": "w8a16", "dtype": torch.float16}
     part = random_part(0, torch.device("cpu"), ranks=2, **given)

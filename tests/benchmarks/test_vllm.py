@@ -50,7 +50,7 @@ def test_memory_for_keys_and_values(tmp_path):
 
 
 def test_random_weights_are_no_zeros():
-    """Random weights contain no zeros. (vLLM's own dummy weights are zero for codes and fp8.)"""
+    """Random weights are not zero. vLLM's own dummy weights are zeros for codes and fp8."""
     module = torch.nn.Module()
     kinds = {"weight": torch.bfloat16, "packed": torch.float8_e4m3fn, "weight_scale": torch.bfloat16}
     for name, dtype in kinds.items():
@@ -112,7 +112,8 @@ def test_kept_results_are_printed_and_drawn(tmp_path, capsys):
 
 
 def test_bars_stand_by_bits_with_their_values():
-    """A missing figure has no bar, if an engine failed or no step produced a token for all sequences."""
+    """A figure may be missing because an engine failed, or because no step generated a token for all sequences. Then there is
+    no bar."""
     pytest.importorskip("matplotlib", reason="the extra lowbit[plot]")
     document = vllm_report.load(KEPT)
     rows = [row | {"step_ms": None} if row["scheme"] == "fp8" else row for row in document["rows"]]
@@ -161,7 +162,7 @@ def test_engines_that_fall_silent_or_end_leave_the_others_alone(tmp_path, monkey
 @needs_vllm
 @pytest.mark.parametrize(("gpus", "impls"), [(1, ["lowbit:w4a16_g32", "vllm:bf16"]), (2, ["lowbit:w4a16_g32"])])
 def test_a_whole_run(tmp_path, monkeypatch, gpus, impls):
-    """Two ranks are two more processes."""
+    """With two ranks, the engine has two more processes."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
     request = VllmConfig(str(plain(tmp_path / "model")), (1, 3), 16, 8, eager=True, gpus=gpus)

@@ -1,4 +1,5 @@
-"""Files with experts of every tool: weights are those of the tool's own formula, and experts that fit no scheme are named."""
+"""Files with experts of every tool. Weights are those of the tool's own formula. Experts that fit no scheme are named in the
+error."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def one_by_one(make, spelling, layer=LAYER):
 
 
 def check(reader, weight, layer=LAYER):
-    """Compares the experts of a reader with `weight(expert, role)`, the weights [N, K] by the tool's formula; the experts."""
+    """Compares the experts of a reader with `weight(expert, role)`, the weights [N, K] by the tool's formula. Returns the
+    experts."""
     experts = check_weights(reader, weight, layer)
     entry = reader.experts[layer]
     assert entry.gate_up.scheme == experts.gate_up[0].scheme and entry.down.scheme == experts.down[0].scheme
@@ -56,7 +58,8 @@ def check(reader, weight, layer=LAYER):
 
 
 def check_weights(reader, weight, layer=LAYER):
-    """The same for files whose schemes are not the ones of the experts: they have static scales of activations."""
+    """Compares only the weights. The entry of files with static scales of activations states another scheme than the experts
+    have."""
     experts, entry = reader.expert_layer(layer), reader.experts[layer]
     assert (entry.experts, entry.gate_up.shape, entry.down.shape) == (E, (2 * INNER, HIDDEN), (HIDDEN, INNER))
     gate_up, down = experts.dequantize()
@@ -99,7 +102,8 @@ def test_gptq(tmp_path, spelling, zeros):
 
 
 def test_gptq_with_zeros_in_some_experts_only(tmp_path):
-    """A file that does not state symmetry: symmetric experts get the middle as zero points, the codes stay."""
+    """The file does not state whether weights are symmetric. Symmetric experts then get the middle code as zero point, and keep
+    their codes."""
     schemes = {"gate": "w4a16_g16_z", "up": "w4a16_g16", "down": "w4a16_g16"}
 
     def make(role, shape, seed):
@@ -122,7 +126,8 @@ def test_gptq_with_zeros_in_some_experts_only(tmp_path):
 
 
 def test_act_order_of_down_becomes_an_order_of_rows(tmp_path):
-    """The output of every expert is the same; gate and up have no order of their own."""
+    """The order of down's input channels becomes an order of rows of gate and up, so that the output of every expert is the
+    same."""
     schema = Gptq(4, 16, symmetric=True, act_order=True)
     tensors = one_by_one(
         lambda role, shape, seed: schema.write(random_layer("w4a16_g16", *shape, seed, order=role == "down")), QWEN
@@ -216,7 +221,7 @@ def test_compressed_tensors(tmp_path, kind):
 
 @pytest.mark.parametrize("exponents", [False, True])
 def test_fp8_blocks_one_by_one(tmp_path, exponents):
-    """DeepSeek's and Qwen3's files; Transformers' own dequantization is the reference."""
+    """DeepSeek's and Qwen3's files have blocks of fp8. The reference is Transformers' own dequantization."""
     schema = Fp8(PerBlock(16, 32), "weight_scale_inv", exponents)
 
     def make(role, shape, seed):
@@ -273,7 +278,8 @@ def mxfp4_tensors(layer=LAYER):
 
 
 def test_mxfp4(tmp_path):
-    """gpt-oss's own files: bit for bit as Transformers dequantizes them, subnormal and infinite bfloat16 included."""
+    """gpt-oss's own files give, bit for bit, the weights that Transformers dequantizes, including subnormal and infinite
+    bfloat16."""
     tensors = mxfp4_tensors()
     with ForeignReader(write(tmp_path / "c", tensors, {"quant_method": "mxfp4"})) as reader:
         experts, entry = reader.expert_layer(LAYER), reader.experts[LAYER]
@@ -298,7 +304,7 @@ def test_rows_alternate_and_come_back():
 
 
 def test_gguf_stacks(tmp_path):
-    """Every block type in three dimensions, against the package gguf."""
+    """Blocks of every type in three-dimensional tensors have the values that the package gguf gives."""
     gguf = pytest.importorskip("gguf")
     writer, data = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3moe"), {}
     rng = np.random.default_rng(0)
@@ -339,8 +345,8 @@ def test_a_missing_expert_is_named(tmp_path):
 
 
 def test_an_expert_in_16_bits_is_named(tmp_path):
-    """Opening the file succeeds, so the file can be dequantized. Its experts as one group are refused, by an error that names
-    expert 2."""
+    """An expert in 16 bits can be dequantized, so the file can be opened. Quantized as one group with the others it is refused,
+    with an error that names expert 2."""
 
     def change(tensors):
         for name in [name for name in tensors if ".2.down_proj." in name]:

@@ -1,4 +1,4 @@
-"""Files that other tools wrote: read as those tools read them, and written back byte by byte."""
+"""Files that other tools wrote are read as those tools read them, and written back byte by byte."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCHEMES = {
     "torchao-int8-dynamic": "w8a16",
 }
 MIXED = {"auto-round-mixed": {"model.layers.0.mlp.up_proj": "w8a16_g16", "model.layers.0.self_attn.k_proj": None}}
-"""Layers that have another scheme than the others of a folder, or stay in 16 bits."""
+"""Layers that differ from the scheme of their folder: with another scheme, or None for 16 bits."""
 READ_ONLY = ("bitsandbytes-nf4-nested", "compressed-tensors-nvfp4", "modelopt-fp8", "modelopt-int4-awq", "modelopt-nvfp4")
 
 
@@ -73,16 +73,15 @@ def test_layers_are_written_back_byte_by_byte(name):
             else:
                 schema = reader.schema.fit(loaded) if isinstance(reader.schema, Fp8) else reader.schema
                 back = schema.write(q)
-            # A trivial g_idx is optional; everything else must be there.
+            # A g_idx that states no order is optional. All other tensors must be there.
             assert set(loaded.tensors) <= set(back) <= {*loaded.tensors, "g_idx"}
             for suffix, tensor in loaded.tensors.items():
                 assert same(back[suffix], tensor), f"{layer}.{suffix}"
 
 
 def test_group_scales_of_nvfp4_are_the_products_its_tools_compute():
-    """compressed-tensors divides by the global scale, ModelOpt multiplies by it, both in float32, in which the scales are
-    compared.
-    """
+    """compressed-tensors divides by the global scale, ModelOpt multiplies by it. Both compute in float32, in which this test
+    compares the scales."""
     for name, whole in (("compressed-tensors-nvfp4", "weight_global_scale"), ("modelopt-nvfp4", "weight_scale_2")):
         with ForeignReader(DATA / name) as reader:
             layer = next(iter(reader.entries))

@@ -1,6 +1,5 @@
-"""Layouts of other tools for all widths and options: random tensors survive writing and reading, and single elements are where
-the tools' descriptions say, computed here with Python's integers.
-"""
+"""Layouts of other tools for all widths and options. Random tensors survive writing and reading. Single elements are where the
+tools' descriptions place them, computed here with Python's integers."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def random_layer(scheme, n, k, seed, dtype=torch.float16, order=False):
     if scheme.zero.value:
         zero = torch.randint(0, 1 << scheme.weight.bits, grid, generator=g, dtype=torch.uint8)
     permutation = torch.randperm(k, generator=g).int() if order else None
-    if order:  # within a group GPTQ files keep the channels ascending
+    if order:  # within a group, GPTQ files keep the channels in ascending order
         size = scheme.granularity.block((n, k))[1]
         permutation = torch.cat([part.sort().values for part in permutation.split(size)])
     return QuantTensor(codes, torch.randn(grid, generator=g).to(dtype), zero, scheme, InputTransform(permutation))
@@ -84,7 +83,7 @@ def test_gptq_there_and_back(bits, group, n, k, zeros, v2, order, seed, dtype):
 @pytest.mark.parametrize("v2", [False, True])
 def test_gptq_elements_lie_where_they_should(bits, v2):
     q = random_layer(f"w{bits}a16_g32_z", 32, 96, 1, order=True)
-    zero = q.zero.clamp(min=1)  # no borrow: each field of version 1 is the zero less one
+    zero = q.zero.clamp(min=1)  # at least 1, so that no zero borrows: each field of version 1 is the zero minus one
     tensors = Gptq(bits, 32, v2).write(dataclasses.replace(q, zero=zero))
     weight = q.codes[:, torch.argsort(q.input_transform.order.long())]
     mask = (1 << bits) - 1
@@ -149,11 +148,11 @@ def test_compressed_tensors_integers_there_and_back(bits, granularity, zeros, pa
     zeros = zeros and not (packed and granularity == PerTensor())
     args = WeightArgs(layout, bits, False, granularity, zeros, padded=packed and padded)
     q = random_layer(args.scheme, n, k, seed, dtype)
-    if bits == 1:  # the integers 2 bits hold, but 1 bit does not, stay away
+    if bits == 1:  # uses only the integers that both 1 bit and 2 bits can hold
         codes = (q.codes & 1) + 1
         q = dataclasses.replace(q, codes=codes, zero=None if q.zero is None else (q.zero & 1) + 1)
     tensors = write_layer(q, args)
-    # Padded or not is found out from the width of the words, or from the version where that says nothing.
+    # Whether words are padded is known from their width. If both widths are equal, the version decides.
     schema = CompressedTensors((dataclasses.replace(args, padded=False),), new_words=not args.padded)
     layer = ForeignLayer("a", tensors)
     shape, found = schema.fit(layer)
@@ -237,7 +236,7 @@ def test_fp8_blocks_there_and_back(exponents):
     tensors = schema.write(q)
     assert tensors["weight_scale_inv"].dtype == (torch.float8_e8m0fnu if exponents else torch.float32)
     assert_equal(schema.read(ForeignLayer("a", tensors)), q)
-    # "inv" notwithstanding, it multiplies.
+    # Although its name ends in "inv", this scale multiplies.
     one = tensors["weight"].float()[150, 290] * q.scale[1, 2].float()
     assert schema.read(ForeignLayer("a", tensors)).dequantize()[150, 290] == one
 

@@ -1,4 +1,4 @@
-"""Damaged files of other tools: always a CheckpointError that names the file or tensor, never anything else."""
+"""Damaged files of other tools always give a CheckpointError that names the file or the tensor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Damaged files of a checkpoint: a clean error that names the file, or the same tensors. Only damage of `UNSEEN` may change
-tensors without an error, and checksums in config.json detect even that.
-"""
+"""Damaged files of a checkpoint give a clean error that names the file, or the same tensors. Only damage of the kinds in
+`UNSEEN` may change tensors without an error, and the checksums in config.json detect even that."""
 
 from __future__ import annotations
 

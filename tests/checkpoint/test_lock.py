@@ -1,4 +1,5 @@
-"""One process at a time writes a folder: flock decides, or the owner's identity where flock does nothing."""
+"""Only one process at a time writes a folder. flock decides which. Where flock has no effect, the identity of the owner
+decides."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-
 
 @pytest.fixture
 def owner(request, tmp_path):
-    """A running process that holds the lock of tmp_path/c."""
+    """Starts a process that holds the lock of tmp_path/c."""
     with subprocess.Popen(
         [*getattr(request, "param", ()), sys.executable, "-c", HOLD, str(tmp_path / "c")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent.parent,

@@ -1,4 +1,4 @@
-"""Two processes that write one folder, and processes that are killed while they write: nothing is lost or left behind."""
+"""Two processes write one folder, and processes are killed while they write. Nothing is lost, and nothing is left behind."""
 
 from __future__ import annotations
 

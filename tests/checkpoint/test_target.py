@@ -1,4 +1,4 @@
-"""Targets of commands: only a checkpoint or an earlier result may be replaced, and never the files being read."""
+"""Targets of commands. Only a checkpoint or an earlier result may be replaced, and never the files that are being read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def models(tmp_path):
         ("models/base", "models/base/new/deep", "lies in the source"),
         ("link", "models/base/new", "lies in the source"),
         ("models/base", "link/new", "lies in the source"),
-        ("models/base/model.safetensors", "models/base", "holds the source"),  # as a GGUF file in its folder
+        # the target folder holds this file, for example a GGUF file
+        ("models/base/model.safetensors", "models/base", "holds the source"),
     ],
 )
 def test_what_is_read_is_never_written(models, monkeypatch, source, target, why, overwrite):
@@ -124,7 +125,7 @@ def test_an_empty_folder_is_used_and_a_link_followed(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path)
     with CheckpointWriter("link") as writer:
-        monkeypatch.chdir("/")  # a relative path stays what it was
+        monkeypatch.chdir("/")  # the paths that were relative must keep their meaning
         writer.add("a", torch.ones(3))
         writer.finish({}, None)
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").is_file()
@@ -168,9 +169,8 @@ with CheckpointWriter(sys.argv[1], overwrite=True) as writer:
 
 @pytest.mark.parametrize("renames", [1, 2])
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, renames):
-    """After the first rename the target does not exist: the next writer restores the old folder. After the second rename the
-    new folder is there, and the next writer removes the old one.
-    """
+    """A kill after the first rename leaves no target; the next writer restores the old folder. A kill after the second rename
+    leaves the new folder; the next writer removes the old one."""
     checkpoint(tmp_path / "c")
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c"), str(renames)], check=False)
     assert done.returncode == -signal.SIGKILL
@@ -178,7 +178,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, renames):
         with pytest.raises(CheckpointError, match=r"no such folder; .*\.c\.old-[0-9a-f]{8} is what was there"):
             CheckpointReader(tmp_path / "c")
     with pytest.raises(CheckpointError, match="not empty"), CheckpointWriter(tmp_path / "c"):
-        pass  # puts it back, and does not overwrite it
+        pass  # this writer restores the old folder, and does not overwrite it
     with CheckpointReader(tmp_path / "c") as reader:
         assert reader.names() == ["a" if renames == 1 else "b"]
     with CheckpointWriter(tmp_path / "c", overwrite=True) as writer:
@@ -223,13 +223,14 @@ def test_left_overs_with_other_files_in_them_stay(tmp_path):
 
 
 def test_what_a_kill_left_of_a_replaced_folder_is_not_put_back(tmp_path):
-    """A writer was killed while it removed the old folder, half of which is gone; then somebody removed the new folder."""
+    """A writer was killed while it removed the old folder, of which half was gone. Then somebody removed the new folder. The
+    next writer must not restore the incomplete old folder."""
     checkpoint(tmp_path / "c")
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c"), "2"], check=False)
     (old,) = tmp_path.glob(".c.old-*")
     (old / "config.json").unlink()
     shutil.rmtree(tmp_path / "c")
-    checkpoint(tmp_path / "c", 2.0)  # not refused because of a folder that came back, and not stopped by it
+    checkpoint(tmp_path / "c", 2.0)  # the old folder is neither restored, which would refuse this, nor in the way
     with CheckpointReader(tmp_path / "c") as reader:
         assert float(reader.get("a")[0]) == 2.0
     with CheckpointWriter(tmp_path / "c", overwrite=True):
@@ -274,7 +275,7 @@ class TestResultFiles:
     @pytest.mark.parametrize(
         "content",
         [
-            b'{"model_type": "llama", "result": "lowbit eval"}',  # not as this library writes it
+            b'{"model_type": "llama", "result": "lowbit eval"}',  # not in the form in which this library writes results
             b'{"result": "lowbit convert"}',
             b'{"result": "lowbit eval more"}',
             b"# how I use lowbit eval\n",
@@ -384,7 +385,12 @@ def test_the_committed_results_are_recognised():
         name: f"lowbit study {name}" for name in ("experts", "upcycle")
     }
     for path in filter(Path.is_file, root.rglob("*")):
-        check_file(path, kinds.get(path.parent.name) or f"lowbit bench {path.stem.split('-')[3].rstrip('8')}")
+        if kind := kinds.get(path.parent.name):
+            check_file(path, kind)
+        elif "tensor-parallel" in path.stem:
+            check_file(path, "lowbit bench tensor-parallel")
+        else:
+            check_file(path, f"lowbit bench {path.stem.split('-')[3].rstrip('8')}")
 
 
 class TestRegularFiles:

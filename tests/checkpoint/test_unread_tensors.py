@@ -1,4 +1,5 @@
-"""Tensors of a layer that are not read: an error where they could change what the weights mean, else a note."""
+"""A layer may have tensors that are not read. They are an error if they could change the meaning of the weights, otherwise a
+note."""
 
 from __future__ import annotations
 
@@ -17,9 +18,8 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def changed(tmp_path, name, tensors=None, weights=None):
-    """A copy of a folder: `tensors` returns tensors to add, given those of the folder; `weights` changes the config's entry for
-    weights.
-    """
+    """Returns a copy of a folder. `tensors` returns tensors to add, given those of the folder. `weights` changes the entries
+    for weights in the config."""
     folder = tmp_path / "c"
     shutil.copytree(DATA / name, folder)
     file = next(p for p in (folder / "model.safetensors", folder / "rank0.safetensors") if p.exists())
@@ -152,7 +152,7 @@ def test_own_activations_in_compressed_tensors_files_are_noted(tmp_path):
     ],
 )
 def test_activations_that_no_scheme_says_are_named(tmp_path, change, note):
-    """Activations that no scheme describes stay in 16 bits with a note; they were once read as one scale per token."""
+    """Activations that no scheme describes stay in 16 bits, and a note names them."""
     folder = changed(tmp_path, "compressed-tensors-w8a8-asym")
     config = json.loads((folder / "config.json").read_text())
     group = config["quantization_config"]["config_groups"]["group_0"]

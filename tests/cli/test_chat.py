@@ -74,7 +74,7 @@ class Terminal:
         self.type("\x03")
 
     def read_until(self, text):
-        """The output from the end of the last call to the end of `text`."""
+        """Returns the output from the end of the previous call to the end of `text`."""
         end, begin = time.monotonic() + SECONDS, self.read
         while text not in self.seen[begin:]:
             assert time.monotonic() < end, f"{text!r} does not come: {self.seen[begin:]!r}"
@@ -146,7 +146,7 @@ def test_arrows_edit_and_bring_back_lines(terminal, tmp_path):
     shown.type("/quit\r")
     assert shown.ended() == 0
     assert (tmp_path / "lowbit" / "chat-history").stat().st_mode & 0o777 == 0o600
-    again = terminal(Echo())  # the history is kept for the next conversation
+    again = terminal(Echo())  # history is kept for later conversations
     again.read_until("> ")
     again.type("\x1b[A\x1b[A\r")
     again.read_until("you said world \r\n> ")

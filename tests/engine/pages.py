@@ -6,7 +6,7 @@ import torch
 
 
 def fill_unwritten(cache):
-    """Fills the pages of a cache with NaN; the codes of packed pages, whose scales are NaN then, with ones."""
+    """Fills the pages of a cache with NaN. Packed pages get scales of NaN, and ones as codes."""
     for pages in cache.layers:
         for part in pages.tensors:
             if part is not None:

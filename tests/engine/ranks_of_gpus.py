@@ -1,6 +1,7 @@
-"""Two GPUs beside one, run by test_ranks_gpu.py in a process of its own: prints what it found as JSON.
+"""Compares a model on two GPUs with the same model on one, and prints the results as JSON.
 
-torch's peer memory serves the first group of ranks of a process, hence one case each.
+test_ranks_gpu.py runs this in a separate process for each case, since torch's peer memory serves only the first group of ranks
+of a process.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from lowbit.engine.rank_processes import load_ranks
 from lowbit.models.load import load_causal
 from lowbit.ops.peers import Peers
 
+STARTED = time.monotonic()
 VOCAB = 4000
 LENGTHS = (1, 2, 77, 128, 129, 600)
 GPU = torch.device("cuda")
 OPTIONS = {"max_concurrent": 8, "cache_bytes": 1 << 28, "prefix_caching": False, "step_ms": None}
-"""Neither cached pages nor time decides which tokens are computed together: requests have the same bits twice."""
+"""Which tokens are computed together depends neither on cached pages nor on time, so that two runs of the requests have the
+same bits."""
 
 
 def save(folder):
-    """A model whose next token depends on all tokens before; on each of two ranks a group of 128 ends within its columns."""
+    """Saves a model whose next token depends on all tokens before. A cut over two ranks divides one of its groups of 128
+    columns."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=1024, intermediate_size=2944, num_hidden_layers=3, num_attention_heads=8,
@@ -44,6 +48,14 @@ def requests():
     return [*(Request(ids, 24, top_logprobs=5) for ids in prompts), Request(prompts[2], 24, sampling=sampling)]
 
 
+def compiled(engine):
+    """The engine, after its kernels were compiled in several processes."""
+    for _ in engine.compile():
+        pass
+    print(f"{time.monotonic() - STARTED:.0f} s: kernels compiled", file=sys.stderr, flush=True)
+    return engine
+
+
 def generated(engine):
     """Tokens and log-probabilities of all requests at once."""
     sequences = engine.generate(requests())
@@ -52,8 +64,7 @@ def generated(engine):
 
 @torch.inference_mode()
 def check_peers(engine):
-    """The largest error of sums over peer memory, in roundings of the sum, for several numbers of rows; and whether the kernel
-    returned as many bits as NCCL."""
+    """Returns the largest error of sums over peer memory, in roundings of the sum, for several numbers of rows."""
     ranks = engine.program.ranks
     peers = ranks.peers
     assert isinstance(peers, Peers), peers
@@ -84,12 +95,12 @@ def main(folder, scheme, ends):
     scheme = None if scheme == "none" else scheme
     head = None if scheme is None else "w8a16"
     found = {}
-    alone = Engine(load_causal(folder, scheme=scheme, device=GPU, head=head), **OPTIONS)
+    alone = compiled(Engine(load_causal(folder, scheme=scheme, device=GPU, head=head), **OPTIONS))
     one = generated(alone)
     found["alone"] = alone.difference
     begun = time.monotonic()
     model, ranks = load_ranks(folder, 2, GPU, scheme=scheme, head=head)
-    engine = Engine(model, ranks=ranks, **OPTIONS)
+    engine = compiled(Engine(model, ranks=ranks, **OPTIONS))
     found |= {"started_s": time.monotonic() - begun, "difference": engine.difference, "report": engine.report()}
     found["peers"] = ranks.everywhere(engine, check_peers)
     two = generated(engine)
@@ -112,6 +123,7 @@ def main(folder, scheme, ends):
 
 
 if __name__ == "__main__":
-    from tests.engine import ranks_of_gpus  # other ranks look for functions where they are imported from
+    # other ranks import functions by the name of their module, which must not be `__main__`
+    from tests.engine import ranks_of_gpus
 
     ranks_of_gpus.main(*sys.argv[1:])

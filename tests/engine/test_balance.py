@@ -1,4 +1,5 @@
-"""Keys with biases, balanced before they are quantized: the same model, bit for bit, whose keys lose less in few bits."""
+"""Keys with biases are balanced before they are quantized. The model computes the same bits, and its keys lose less in few
+bits."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 16
 
 
 def outliers(model):
-    """Gives a few channels of k biases as large as Qwen2.5's."""
+    """Gives a few channels of k biases that are as large as Qwen2.5's."""
     generator = torch.Generator().manual_seed(3)
     for layer in recognise(model).layers:
         bias = torch.randn(KV_HEADS, DIM, generator=generator)
@@ -74,7 +75,7 @@ def test_few_bits_lose_less():
     model = qwen2()
     plain, wide = copy.deepcopy(model), logits(model)
     for layer in recognise(plain).layers:
-        layer.qkv[1].row_factors = torch.ones(KV_HEADS * DIM)  # as if it had been balanced
+        layer.qkv[1].row_factors = torch.ones(KV_HEADS * DIM)  # these factors make the engine take it for balanced
     for kv, ratio in (("int8", 2), ("k8v4", 1)):
         losses = [float((logits(each, kv) - wide).norm()) for each in (plain, model)]
         assert losses[0] > ratio * losses[1] > 0, (kv, losses)
@@ -82,7 +83,8 @@ def test_few_bits_lose_less():
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_an_engine_balances(kv):
-    """Tokens of the engine are those of the forward over stored rows of the balanced model."""
+    """The engine generates the tokens of the model's forward over keys and values as they are stored. The reference is balanced
+    too."""
     model = qwen2()
     reference = copy.deepcopy(model)
     ids = ids_of(20)[0].tolist()
@@ -96,13 +98,13 @@ def test_an_engine_balances(kv):
 
 
 def test_adapters_of_balanced_layers(tmp_path):
-    """They add to the outputs of q and k before those are scaled, so theirs are scaled too."""
+    """An adapter adds to the outputs of q and k before balancing scales them, so the adapter's outputs must be scaled too."""
     model = qwen2()
     folder = write_adapter(tmp_path / "a", model, ("q_proj", "k_proj"), rank=4, seed=2, size=3.0)
     whole = outliers(merged(model, folder))
     engine = Engine(model, max_concurrent=2, max_length=64, kv="int8", lora={"a": folder})
     for layer, own in zip(whole.model.layers, model.model.layers, strict=True):
-        for name in ("q_proj", "k_proj"):  # the merged weights alone would have other factors
+        for name in ("q_proj", "k_proj"):  # balancing the merged weights would choose other factors
             _scale_rows(layer.self_attn.get_submodule(name), factors_of(own.self_attn.get_submodule(name)))
     other = Engine(whole, max_concurrent=2, max_length=64, kv="int8")
     found = []
@@ -122,7 +124,7 @@ def test_what_is_left_alone():
 
 
 def test_positions_that_are_not_rotated():
-    """OPT has biases and no RoPE: each channel has a factor of its own."""
+    """OPT has biases and no RoPE. Without RoPE each channel of k has its own factor, not one for each rotated pair."""
     torch.manual_seed(0)
     config = OPTConfig(
         vocab_size=97, hidden_size=KV_HEADS * DIM, ffn_dim=64, num_hidden_layers=1, num_attention_heads=KV_HEADS,

@@ -1,4 +1,5 @@
-"""Incremental detokenization: the same text as decoding all tokens at the end, in whole characters, without stop strings."""
+"""Incremental detokenization gives the text of decoding all tokens at the end. It returns whole characters, and no stop
+strings."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.tiny import tiny_tokenizer
 
 
 def byte_tokenizer():
-    """A tokenizer with one token per byte: characters beyond ASCII take several."""
+    """A tokenizer with one token per byte. Characters beyond ASCII take several tokens."""
     vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = Tokenizer(models.BPE(vocab, merges=[]))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -23,7 +24,7 @@ def byte_tokenizer():
 
 
 def words_tokenizer():
-    """A SentencePiece-like tokenizer: it drops the space of the first token that it decodes."""
+    """A tokenizer like SentencePiece, which drops the space of the first token that it decodes."""
     inner = Tokenizer(models.WordLevel({"<unk>": 0, "▁is": 1, "▁Sea": 2, "side": 3, "▁a": 4}, unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
@@ -44,7 +45,7 @@ BYTES, WORDS, LETTERS = byte_tokenizer(), words_tokenizer(), tiny_tokenizer()
 
 
 def pushed(tokenizer, prompt, tokens, stop=()):
-    """The text returned for each token, and at the end the rest."""
+    """Returns the text after each token, and then the remaining text at the end."""
     stream = Detokenizer(tokenizer, prompt, stop)
     return [*(stream.push(token) for token in tokens), stream.finish()], stream
 
@@ -58,7 +59,7 @@ def test_whole_characters_and_the_same_text(prompt, text):
 
 
 def of_characters(characters):
-    """Tokens of a text for `FALLBACK`: " a" and "b" are words, other characters are bytes."""
+    """Returns the tokens of a text for `FALLBACK`. " a" and "b" are words; other characters are tokens of their bytes."""
     words = {"a": [1], "b": [2], " ": [3]}
     return [token for c in characters for token in words.get(c, [4 + byte for byte in c.encode()])]
 
@@ -80,7 +81,7 @@ def test_endless_invalid_bytes_are_not_held_back():
     shown = [stream.push(4 + 0x80) for _ in range(1000)]
     assert len("".join(shown)) > 960 and len(stream._window) < 100
     stream = Detokenizer(FALLBACK, [1])
-    shown = [stream.push(0) for _ in range(1000)]  # special tokens, which occur when the end-of-text token is ignored
+    shown = [stream.push(0) for _ in range(1000)]  # special tokens are sampled if the end-of-text token is ignored
     assert "".join(shown) == "" and len(stream._window) < 100
 
 
@@ -114,7 +115,7 @@ def test_stop_strings_are_not_returned(text, stop):
     st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
 )
 def test_stop_strings_match_as_in_a_plain_search(parts, stops):
-    """Several characters at a time, and strings that overlap themselves and each other."""
+    """Tokens may have several characters, and stop strings may overlap themselves and each other."""
     matcher, text = StopMatcher(stops), ""
     for part in parts:
         text += part
@@ -128,7 +129,8 @@ def test_stop_strings_match_as_in_a_plain_search(parts, stops):
 
 
 def test_long_stop_strings_cost_no_more_than_short_ones():
-    """16 stop strings of 256 characters. They cost 0.8 ms a token when each possible prefix was compared."""
+    """The cost of 16 stop strings of 256 characters is that of short ones. Comparing every possible prefix would cost 0.8 ms a
+    token."""
 
     class Four:
         def decode(self, tokens, skip_special_tokens=True):

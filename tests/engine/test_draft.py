@@ -1,4 +1,5 @@
-"""A draft model on a CPU: the tokens of plain decoding, whatever it guesses; its cache follows that of the engine."""
+"""A draft model on a CPU. The engine's tokens are those of plain decoding, whatever the draft model guesses, and its cache
+follows the engine's."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ def model():
 
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch):
-    """Draft models that are as large as the model cost as little as small ones."""
+    """Makes draft models cost as little as small ones. In these tests they are as large as the model."""
     monkeypatch.setattr("lowbit.engine.engine.draft_step_cost", lambda draft_bytes, model_bytes: 2.0)
 
 
 def nudged(model, scale):
-    """A copy of a model with other weights: it guesses some of its tokens."""
+    """Returns a copy of a model with changed weights, which guesses only some of the model's tokens."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     for parameter in other.parameters():
@@ -39,7 +40,7 @@ def nudged(model, scale):
 
 @pytest.mark.parametrize("scale", [0.0, 0.05, 3.0])
 def test_tokens_are_those_of_plain_decoding(model, scale):
-    """A draft model that is the model itself, one that is near it, and another one."""
+    """The draft model is the model itself, one with weights near it, or one with very different weights."""
     plain = engine_of(model).generate(requests_of())
     engine = engine_of(model, speculate=4, draft=nudged(model, scale))
     assert engine.report()[-1] == "steps verify up to 4 guessed tokens of a sequence, by a draft model"
@@ -51,7 +52,8 @@ def test_tokens_are_those_of_plain_decoding(model, scale):
 
 
 def test_the_model_itself_is_always_right(model):
-    """Its keys and values are those of the model: across pages, chunks, cached prefixes, and after plain steps."""
+    """Every guess is right if the draft model is the model itself. So its keys and values are right across pages, chunks and
+    cached prefixes, and after plain steps."""
     engine = engine_of(model, speculate=4, draft=copy.deepcopy(model), max_length=256)
     common = prompt(140)
     for ids in (prompt(120, 1), [*common, 5], [*common, 6, 7], prompt(200, 2)):
@@ -73,7 +75,7 @@ def test_the_model_itself_is_always_right(model):
 
 
 def test_preemption_and_few_pages(model):
-    """Both caches have the same pages, within the memory that was given."""
+    """The caches of both models have the same number of pages, and share the memory that was given."""
     page = engine_of(model).program.cache_spec.page_bytes
     asked = [dict(prompt=prompt(100, i), limit=60, sampling=Sampling(0.3, seed=i)) for i in range(3)]
     plain = engine_of(model).generate([Request(**each) for each in asked])
@@ -95,7 +97,7 @@ def test_sequences_come_and_go(model):
 
 
 def test_another_vocabulary_and_head_size(model):
-    """Tokens that only the draft model has are never guessed; its cache has another layout."""
+    """Tokens that only the draft model has are never guessed. Its cache has another layout than the model's."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=192, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
@@ -110,8 +112,9 @@ def test_another_vocabulary_and_head_size(model):
 
 
 def test_pages_of_plain_steps(model):
-    """Cached pages whose tokens plain steps sampled: keys and values are computed when a later turn is guessed, also beside
-    one that shares the first pages only, and for pages that another text takes over."""
+    """Pages that plain steps filled have no keys and values of the draft model. These are computed when a later turn of the
+    conversation is guessed. That also holds for a turn that shares only the first pages, and after another text has taken pages
+    over."""
     engine = engine_of(model, speculate=4, draft=copy.deepcopy(model), max_length=256)
     plan = engine.speculation.plan
     engine.speculation.plan = lambda sequences, **more: {}
@@ -128,7 +131,7 @@ def test_pages_of_plain_steps(model):
 
 
 def test_a_smaller_vocabulary(model):
-    """Prompts and sampled tokens beyond the draft model's vocabulary are none of its embedding's rows."""
+    """Prompts and sampled tokens may lie beyond the draft model's vocabulary, for which its embedding has no rows."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
@@ -143,7 +146,7 @@ def test_a_smaller_vocabulary(model):
 
 @pytest.mark.parametrize("when", ["prefill", "guess"])
 def test_a_draft_model_that_fails_ends_guessing(model, monkeypatch, caplog, when):
-    """Sequences go on without guesses, also those of a step with guesses that is in flight."""
+    """If the draft model fails, sequences continue without guesses, even those of a step with guesses that is in flight."""
     engine = engine_of(model, speculate=4, draft=copy.deepcopy(model))
     first = engine.submit(Request(prompt(40), 40))
     while engine.speculation.steps < 2:
@@ -176,7 +179,8 @@ def test_what_cannot_guess_is_refused(model):
 
 
 def test_guesses_of_a_draft_model_are_verified_if_they_pay():
-    """Its steps cost, and are shared by all sequences. Its share is forgotten, so that it is tried again."""
+    """Guesses are verified only if they save more than the draft model's steps cost; all sequences share that cost. A low share
+    of right guesses is forgotten with time, so that guessing is tried again."""
     assert draft_step_cost(1, 100) == 5 and draft_step_cost(100, 10) == 50
     speculation = Speculation(7, object(), 5.0)
 

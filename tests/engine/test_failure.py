@@ -1,4 +1,4 @@
-"""Errors of one sequence, which leave the bits of the others unchanged, of a whole step, and of the GPU."""
+"""Errors of one sequence, of a whole step, and of the GPU. An error of one sequence leaves the bits of the others unchanged."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(engine, sequences):
 
 
 def test_an_on_token_that_raises(model, monkeypatch):
-    """Its sequence fails, and the thread that runs the step continues."""
+    """If on_token raises, its sequence fails, and the thread that runs the step continues."""
 
     def on_token(token):
         raise KeyError("not today")
@@ -94,7 +94,8 @@ def test_an_on_token_that_is_interrupted(model):
 
 
 def failing_prompts(engine, monkeypatch, *bad):
-    """Makes prefill fail for the prompts `bad`, and for every batch with one of them. Returns the prompts of each batch."""
+    """Makes prefill fail for the prompts `bad`, and for every batch that has one of them. Returns a list to which the prompts
+    of each batch are added."""
     seen = []
 
     def failing(inner):
@@ -106,13 +107,14 @@ def failing_prompts(engine, monkeypatch, *bad):
 
         return computed
 
-    for name in ("prompt", "mixed_prompt"):  # apart from a decode step, and with it
+    # prompts are computed apart from a decode step by the first, together with it by the second
+    for name in ("prompt", "mixed_prompt"):
         monkeypatch.setattr(engine.program, name, failing(getattr(engine.program, name)))
     return seen
 
 
 def test_a_prompt_that_raises(model, monkeypatch):
-    """Sequences with the same prefix, of the same step, and later ones keep their bits."""
+    """A prompt raises. Other sequences keep their bits: those with the same prefix, those of the same step, and later ones."""
     engine = engine_of(model, max_concurrent=5)
     asked = others(4)
     seen = failing_prompts(engine, monkeypatch, prompt(40, 7))
@@ -128,7 +130,7 @@ def test_a_prompt_that_raises(model, monkeypatch):
 
 @pytest.mark.parametrize(("length", "together"), [(130, 4), (200, 1)])
 def test_a_failed_prompt_whose_pages_others_were_to_reuse(model, monkeypatch, length, together):
-    """They compute the pages themselves, also those whose prompts did not fit into the step."""
+    """The other sequences compute the pages themselves, including those whose prompts did not fit into the failed step."""
     engine = engine_of(model, chunk_tokens=256, batch_invariant=False)
     common = prompt(length)
     seen = failing_prompts(engine, monkeypatch, [*common, 3])
@@ -159,13 +161,14 @@ def test_a_prompt_that_raises_without_a_decode_program(monkeypatch):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("when", [0, 4])
 def test_nan_and_infinite_logits(model, monkeypatch, caplog, value, when):
-    """After the prompt or a decode step: the sequence fails, its pages are not reused, and other sequences are unchanged."""
+    """Logits become NaN or infinite after the prompt or a decode step. The sequence fails, its pages are not reused, and other
+    sequences are unchanged."""
     engine, asked = engine_of(model), others()
     step, prompt_, mixed = engine.program.step, engine.program.prompt, engine.program.mixed_prompt
 
     def spoilt(logits, sequences):
         for row, sequence in enumerate(sequences):
-            if sequence.request.limit == 10 and sequence.launched_tokens > when:  # of `bad`
+            if sequence.request.limit == 10 and sequence.launched_tokens > when:  # only `bad` has this limit
                 logits[row, 5] = value
         return logits
 
@@ -204,7 +207,7 @@ def fail(*args):
 
 
 def test_a_failed_step_fails_only_its_own_sequences(model, monkeypatch):
-    """A queued request is still generated; the thread that runs the step gets StepFailed."""
+    """A queued request is still generated after a failed step. The thread that runs the step gets StepFailed."""
     engine = engine_of(model, max_concurrent=1)
     running = engine.submit(Request(prompt(9), 10))
     engine.step()
@@ -243,7 +246,7 @@ def test_a_step_that_fails_after_one_of_its_prompts(model, monkeypatch):
 ARRIVALS = st.lists(
     st.tuples(
         st.integers(0, 5),  # steps before it is submitted
-        st.integers(1, 200),  # tokens of the prompt, of two prompts only, so that many share pages
+        st.integers(1, 200),  # tokens of the prompt; there are only two prompts, so that many requests share pages
         st.integers(0, 1),
         st.integers(1, 12),  # limit
         st.sampled_from(["well", "well", "prompt", "on_token", "logits", "cancelled"]),
@@ -312,7 +315,7 @@ def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, chunk):
 
 
 def test_a_cuda_error_fails_everything(model, monkeypatch):
-    """All sequences fail, also those in the queue, and `submit` raises EngineFailed from then on."""
+    """After a CUDA error all sequences fail, also those in the queue. From then on `submit` raises EngineFailed."""
     engine = engine_of(model, max_concurrent=1)
     running, waiting = (engine.submit(Request(prompt(9, i), 10)) for i in range(2))
     engine.step()
@@ -332,7 +335,8 @@ def test_a_cuda_error_fails_everything(model, monkeypatch):
 
 
 def test_a_stuck_step_fails_everything(model, monkeypatch):
-    """Later launches would find the memory of the one that gave up, so that all sequences fail, preempted ones too."""
+    """A step gives up and leaves its memory in an unknown state, which later launches would read. So all sequences fail, also
+    those in the queue."""
     engine = engine_of(model, max_concurrent=1)
     running, waiting = (engine.submit(Request(prompt(9, i), 10)) for i in range(2))
     engine.step()
@@ -368,7 +372,7 @@ def test_a_logged_error_holds_no_memory(monkeypatch):
         seen.append(weakref.ref(large))
         raise ValueError("too large")
 
-    monkeypatch.setattr(logger, "disabled", True)  # pytest keeps logged errors alive
+    monkeypatch.setattr(logger, "disabled", True)  # pytest keeps logged errors alive, and with them their memory
     seen = []
     line = ""
     try:

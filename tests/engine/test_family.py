@@ -1,4 +1,4 @@
-"""Decoders as data: a forward written from the data alone has the model's logits. Unsupported models get a reason."""
+"""Decoders as data: a forward that is written from the data alone has the model's logits. Unsupported models get a reason."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ CASES = {
 
 
 def tiny(family, **options):
-    """A random model of a family; norms and biases are random too, since they start as constants. Eager attention: under SDPA,
-    transformers 5.17 leaves out the soft cap of Gemma 2's scores."""
+    """Returns a random model of a family. Norms and biases are random too, since they start as constants. Attention is eager:
+    under SDPA, transformers 5.17 leaves out the soft cap of Gemma 2's scores."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
     model = getattr(transformers, f"{family}ForCausalLM")(config(**{**SIZES, **options}, attn_implementation="eager"))
@@ -140,7 +140,7 @@ def attend(qkv, layer, decoder):
 
 
 def forward(decoder: Decoder, tokens):
-    """Logits [T, V] computed from the data; only products are the modules' own."""
+    """Returns logits [T, V] that are computed from the data. Only products use the model's modules."""
 
     def product(layer, name, x):
         return torch.cat([module(x) for module in layer.modules(name)], dim=-1)
@@ -198,7 +198,7 @@ def test_every_family_has_a_case():
 
 @pytest.mark.parametrize("case", ["llama", "phi3-partial", "gemma3", "opt"])
 def test_every_field_of_a_decoder_matters(case):
-    """The comparison above fails if any field is wrong."""
+    """A wrong value in any field changes the logits, so that the comparison above would fail."""
     family, options = CASES[case]
     model = tiny(family, **options)
     decoder = recognise(model)
@@ -224,7 +224,8 @@ def test_every_field_of_a_decoder_matters(case):
 
 
 def test_quantized_and_fused_models_are_recognised():
-    """Norms and MLPs that lowbit.models.fuse replaced, quantized layers, and an embedding in 8 bits."""
+    """Models are still recognised with the norms and MLPs of lowbit.models.fuse, with quantized layers, and with an 8-bit
+    embedding."""
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 128}
     model = tiny("Qwen3", **sizes)
     plain = recognise(model)
@@ -249,7 +250,8 @@ def test_quantized_and_fused_models_are_recognised():
 
 
 def test_hooks_of_transformers_and_of_this_library_are_accepted():
-    """Hooks that recorded hidden states, and hooks of a model that will quantize its inputs on a GPU."""
+    """Two kinds of hooks are accepted: those that recorded hidden states, and those of a model that will quantize its inputs on
+    a GPU."""
     model = tiny("Llama")
     model(input_ids=torch.tensor([[1, 2]]), output_hidden_states=True)
     convert(model, "w8a8")
@@ -309,7 +311,8 @@ def test_reasons_for_unknown_modules(what, reason):
 
 
 def test_a_model_loaded_on_a_cpu_is_recognised_after_a_move():
-    """On a CPU its 16-bit head is a layer of its own (models/cpu.py), which elsewhere would be refused."""
+    """On a CPU the 16-bit head is a layer of its own class (models/cpu.py). The model is recognised after a move, although
+    elsewhere that class would be refused."""
     model = tiny("Llama").bfloat16()
     convert(model, "w4a16_g32")
     plan_on_cpu(model)
@@ -349,7 +352,7 @@ def test_reasons_for_unknown_options(family, options, reason):
 
 
 def test_opt_350m_is_refused():
-    """Its norms follow attention and MLP, and its embeddings are half as wide."""
+    """OPT-350m is refused because its norms follow attention and MLP, and its embeddings are half as wide as its layers."""
     assert recognise(tiny("OPT", ffn_dim=56, do_layer_norm_before=False, word_embed_proj_dim=18)) == (
         "norms stand after attention and MLP, not before (do_layer_norm_before is False)",
         "embeddings of 18 elements are projected to rows of 36",
@@ -373,7 +376,7 @@ def test_other_families_are_refused(name):
 
 
 def test_classes_from_a_checkpoint_are_refused():
-    """A class of the same name may compute anything."""
+    """A class from a checkpoint is refused even if its name is known, since it may compute anything."""
     model = tiny("Llama")
     stranger = type("LlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.somebody.modeling"})
     model.__class__ = stranger
@@ -391,7 +394,7 @@ def test_the_program_of_every_family_computes_its_model(case):
 
 
 def test_kernel_refusals():
-    """On a GPU such a model runs through its own forward, like one of an unknown family."""
+    """The kernels refuse such a model. On a GPU it runs through its own forward, like a model of an unknown family."""
     fits = recognise(tiny("Llama", head_dim=16))
     assert not isinstance(fits, tuple) and kernel_refusals(fits, torch.float16) == ()
     (dtype,) = kernel_refusals(fits, torch.float32)

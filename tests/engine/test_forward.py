@@ -10,7 +10,7 @@ from lowbit.engine.forward import ForwardProgram
 from tests.tiny import eager_llama
 
 PAGE_BYTES = 128 * 2 * 2 * 2 * 16 * 4
-"""128 tokens, keys and values of 2 layers with 2 heads of 16 float32."""
+"""Bytes of keys and values for 128 tokens of 2 layers with 2 heads of 16 float32."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_the_cache_of_a_sequence_is_freed_when_it_ends(model):
 
 
 def test_cache_bytes_bounds_what_sequences_hold_together(model):
-    """4 pages for 3 sequences of 2 pages: the third is preempted or queued, and its tokens are the same."""
+    """The budget is 4 pages, for 3 sequences of 2 pages. The third is preempted or queued, and its tokens do not change."""
     roomy = Engine(model, forward=True, max_concurrent=3, max_length=256).generate(requests(3))
     engine = Engine(model, forward=True, max_concurrent=3, max_length=256, cache_bytes=5 * PAGE_BYTES)
     assert engine.program.page_bytes == PAGE_BYTES

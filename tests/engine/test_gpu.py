@@ -43,7 +43,8 @@ COMMON = dict(
 
 
 def model_of(family="Llama", dtype=torch.float16, scheme="w4a16_g128", ends=False):
-    """A model whose next token depends on all tokens before: large weights, so that the largest logits are far apart."""
+    """Returns a model whose next token depends on all tokens before. Its weights are large, so that the largest logits are far
+    apart."""
     kinds = {
         "Llama": (LlamaConfig, LlamaForCausalLM),
         "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -58,7 +59,7 @@ def model_of(family="Llama", dtype=torch.float16, scheme="w4a16_g128", ends=Fals
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
-        elif name.endswith("bias"):  # OPT has biases in every layer: larger ones would repeat one token
+        elif name.endswith("bias"):  # OPT has biases in every layer; larger ones would make it repeat one token
             torch.nn.init.normal_(parameter, std=0.1 if family == "OPT" else 0.5)
     if scheme is not None:
         convert(model, scheme)
@@ -77,7 +78,8 @@ def tokens(sequence):
 
 @torch.inference_mode()
 def logits_and_nudged(model, ids):
-    """Logits of Transformers' forward, and those after its embeddings moved by a last bit, up, down or not at all."""
+    """Returns the logits of Transformers' forward, and the logits after each element of the embeddings moved by a last bit up,
+    down or not at all."""
     embedded = model.get_input_embeddings()(ids)
     signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded)
     nudged = embedded * (1 + signs * torch.finfo(embedded.dtype).eps)
@@ -85,11 +87,12 @@ def logits_and_nudged(model, ids):
 
 
 def compared(model, sequence):
-    """Compares the sampled tokens with Transformers' forward of the same sequence. Returns three tensors, one element a token.
+    """Compares the sampled tokens with Transformers' forward of the same sequence. Returns (wrong, near, other), tensors with
+    one element a token.
 
-    wrong: another token is more likely by more than rounding. Rounding is twice what the logits move with a last bit of the
-    embeddings (8-bit activations magnify that), and at most 0.7 of the largest logit's distance from the mean. near: rounding
-    as a share of that distance. other: the token is not the most likely one.
+    wrong: another token is more likely by more than rounding. Rounding is twice the change of the logits when the embeddings
+    move by a last bit (8-bit activations magnify that), but at most 0.7 of the distance from the mean to the largest logit.
+    near: rounding as a share of that distance. other: the token is not the most likely one.
     """
     ids = torch.tensor([[*sequence.request.prompt, *tokens(sequence)]], device="cuda")
     logits, others = (each[0, len(sequence.request.prompt) - 1 : -1] for each in logits_and_nudged(model, ids))
@@ -101,7 +104,8 @@ def compared(model, sequence):
 
 
 def check_greedy(model, sequences, why=()):
-    """Checks that each token is the most likely one, up to rounding, and that the check would not accept any token."""
+    """Checks that each token is the most likely one, up to rounding. Also checks that the allowed rounding is too small for any
+    token to pass."""
     found = [compared(model, sequence) for sequence in sequences]
     assert torch.cat([near for _, near, _ in found]).median() < 0.7, "any token would pass"
     assert [int(wrong.sum()) for wrong, _, _ in found] == [0] * len(found), ([len(r.request.prompt) for r in sequences], why)
@@ -111,7 +115,8 @@ def check_greedy(model, sequences, why=()):
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "OPT"])
 @pytest.mark.parametrize("scheme", [None, "w4a16_g128", "w6e3m2a16", "w8a16", "w8a8", "w4a8_g128", "fp8_dynamic"])
 def test_greedy_tokens(family, scheme, dtype):
-    """One sequence alone (five launches a layer with a chain), and many at once."""
+    """Tokens are right for many sequences at once and for one sequence alone, which takes five launches a layer with a
+    chain."""
     model = model_of(family, dtype, scheme, ends=scheme is not None)
     sequences = [Request(prompt(length, length), 40) for length in LENGTHS]
     engine = Engine(model, max_concurrent=16, max_length=1024, chunk_tokens=256)
@@ -167,7 +172,7 @@ def test_prefill_graphs_share_the_memory_of_the_largest():
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_prefill_graphs_do_not_change_the_tokens(invariant, monkeypatch):
-    """Prompts in chunks, after cached prefixes, several at once, and more than a graph has sequences."""
+    """Prompts are computed in chunks, after cached prefixes, several at once, and with more sequences than a graph has."""
     shared = prompt(300, 9)
     ids = [prompt(1 + 37 * i % 200, i) for i in range(20)] + [[*shared, *prompt(1 + 30 * i, i)] for i in range(4)]
     ids += [prompt(700, 5), *(prompt(3 + i, i) for i in range(20))]
@@ -192,7 +197,7 @@ def test_prefill_graphs_do_not_change_the_tokens(invariant, monkeypatch):
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "OPT"])
 def test_prompts_beside_decoding_sequences(family):
-    """Requests come one by one: decode steps and prompts are one graph, within the stated time."""
+    """Requests arrive one by one. Decode steps and prompts are computed in one graph, within the stated time."""
     model = model_of(family, ends=True)
     engine = Engine(model, max_concurrent=24, max_length=1024, cache_bytes=1 << 28, step_ms=5.0)
     waiting, sequences, steps = [Request(prompt(40 + 70 * i % 500, i), 40) for i in range(24)], [], 0
@@ -225,7 +230,7 @@ def test_batch_invariant_sequences_have_the_same_bits_beside_prompts(kv):
 
 
 def test_kernels_are_compiled_for_the_first_requests_only():
-    """Without a warm-up: each part of a step is run once without launches, before its first launch."""
+    """Without a warm-up, each part of a step is run once without launches before its first launch, to compile its kernels."""
     told = []
     engine = Engine(
         model_of(), max_concurrent=4, max_length=512, cache_bytes=1 << 26, prefix_caching=False, progress=told.append
@@ -240,7 +245,8 @@ def test_kernels_are_compiled_for_the_first_requests_only():
 
 @pytest.mark.parametrize("sampled", [0.0, 0.8], ids=["greedy", "sampled"])
 def test_nan_logits_fail_one_sequence(sampled):
-    """A token whose embedding is NaN, in the prompt or sampled: other rows of the same graph are unchanged."""
+    """The embedding of one token is NaN. Sequences fail that have it in the prompt or sample it; other rows of the same graph
+    are unchanged."""
     model = model_of(scheme=None)
     engine = Engine(model, max_concurrent=16, max_length=512, cache_bytes=1 << 26, batch_invariant=True, prefix_caching=False)
     asked = [dict(prompt=prompt(20 + 30 * i, i), limit=40, sampling=Sampling(sampled, seed=i)) for i in range(12)]
@@ -284,7 +290,7 @@ def test_the_same_bits_every_run():
 
 
 def test_unwritten_pages_are_never_read():
-    """NaN in every page that is not written yet, and in the dummy page, which padding rows write."""
+    """Every page that is not written yet holds NaN, and so does the dummy page, which padding rows write."""
     engine = Engine(model_of(), max_concurrent=5, max_length=512, prefix_caching=False)
     assert isinstance(engine.program, DecodeProgram) and engine.program.cache is not None
     fill_unwritten(engine.program.cache)
@@ -304,8 +310,8 @@ def test_preempted_sequences_are_completed():
 
 
 def test_the_model_computes_as_before():
-    """An engine takes the weights over, and the model's own forward still works. Gate and up are then one product, with sums in
-    another order: logits differ by less than a last bit of the embeddings changes them."""
+    """An engine takes over the weights, and the model's own forward still works. It then computes gate and up as one product,
+    whose sums have another order. So logits may differ, by less than they change with a last bit of the embeddings."""
     model = model_of(dtype=torch.bfloat16)
     ids = torch.tensor([prompt(50)], device="cuda")
     with torch.inference_mode():
@@ -345,7 +351,7 @@ def test_a_model_on_a_gpu_that_is_not_the_current_one():
 
 
 def test_steps_with_and_without_the_chain_agree():
-    """Eight rows use the chain, sixteen do not: after the same token, log-probabilities differ by rounding."""
+    """Eight rows use the chain, sixteen do not. After the same token, log-probabilities differ only by rounding."""
     engine = Engine(model_of(), max_concurrent=16, max_length=256)
     ids = [prompt(64, seed) for seed in range(16)]
     few = engine.generate([Request(i, 2) for i in ids[:8]])
@@ -361,7 +367,7 @@ def test_steps_with_and_without_the_chain_agree():
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16", "w8a8", "fp8_dynamic"])
 @pytest.mark.parametrize("count", [8, 16], ids=["five launches", "eight launches"])
 def test_perplexity_of_steps(scheme, count):
-    """Sequences computed token by token: the mean loss is within a thousandth of that of the model's own forward."""
+    """Sequences are computed token by token. Their mean loss is within a thousandth of that of the model's own forward."""
     model = model_of(scheme=scheme)
     ids = torch.stack([torch.tensor(prompt(100, seed)) for seed in range(count)]).cuda()
     with torch.inference_mode():
@@ -376,9 +382,8 @@ def test_perplexity_of_steps(scheme, count):
 
 
 def test_grammars_in_graphs():
-    """Texts follow their grammars, and those of sequences beside them do not change; nothing is captured or compiled for them
-    after a warm-up that includes grammars.
-    """
+    """Texts follow their grammars, and sequences without a grammar do not change. After a warm-up that includes grammars,
+    nothing is captured or compiled for them."""
     pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
     tokenizer = json_tokenizer()
     compiler = GrammarCompiler(tokenizer, VOCAB, [1])
@@ -411,7 +416,8 @@ def test_grammars_in_graphs():
 
 
 def test_how_long_a_step_with_grammars_takes():
-    """Prints milliseconds a step of 16 sequences: without grammars, and with one for each. No limit is asserted."""
+    """Prints the milliseconds of a step of 16 sequences without grammars, and with a grammar for each sequence. No limit is
+    asserted."""
     pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
     compiler = GrammarCompiler(json_tokenizer(), VOCAB, [1])
     engine = Engine(model_of(), max_concurrent=16, max_length=1024)

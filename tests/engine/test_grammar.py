@@ -1,4 +1,4 @@
-"""Grammars: what a random model says under them is what they allow, whatever else the engine computes."""
+"""A random model under grammars generates only what they allow, whatever else the engine computes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def allows(schema, value):
 @settings(max_examples=25, deadline=None)
 @given(st.lists(schemas(), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_random_schemas_give_json_that_they_allow(engine, compiler, some, seed):
-    """Several schemas in one batch, with requests without one beside them; a text that the limit cuts is not JSON yet."""
+    """A batch has several schemas, and requests without a schema. A text that the token limit cuts off is not complete JSON."""
     limit = 60
     requests = [request(compiler.compile(Grammar.json_schema(each)), seed + i, limit) for i, each in enumerate(some)]
     sequences = engine.generate([*requests, Request(prompt(seed % 1000), 20, Sampling(1.0, seed=seed % 1000))])
@@ -133,7 +133,7 @@ def test_random_schemas_give_json_that_they_allow(engine, compiler, some, seed):
 
 
 def random_schema(source, depth=0):
-    """A JSON schema of a `random.Random`, with the keywords that `allows` knows."""
+    """Returns a JSON schema that is chosen by a `random.Random`, with the keywords that `allows` knows."""
     leaves = ["enum", "const", "string", "pattern", "integer", "number", "boolean", "null", "any"]
     kind = source.choice([*leaves, *(["object", "object", "array", "anyOf"] if depth < 3 else [])])
 
@@ -167,7 +167,8 @@ def random_schema(source, depth=0):
 
 
 def test_a_thousand_random_schemas(compiler):
-    """Each gives JSON that it allows, or ends at the limit. Sampled and greedy, 32 at once."""
+    """Each of a thousand schemas gives JSON that it allows, or ends at the limit. Requests are sampled and greedy, 32 at
+    once."""
     source, limit = random.Random(44), 48
     schemas_ = [random_schema(source) for _ in range(1000)]
     engine = Engine(eager_llama(), max_concurrent=32, max_length=128, chunk_tokens=128, cache_bytes=1 << 25)
@@ -188,8 +189,8 @@ def test_a_thousand_random_schemas(compiler):
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_forced_tokens_are_verified_in_one_step(compiler, ahead):
-    """Forced tokens are verified together: tokens and log-probabilities are those of steps of one token, greedy and sampled,
-    also beside sequences without grammars, in fewer steps."""
+    """Forced tokens are verified together in fewer steps. Tokens and log-probabilities are those of steps of one token, greedy
+    and sampled, also beside sequences without grammars."""
     source = random.Random(9)
     schemas_ = [random_schema(source) for _ in range(60)]
     names = {f"a_long_name_{i}": {"enum": [i, None]} for i in range(4)}
@@ -223,7 +224,8 @@ def test_forced_tokens_are_verified_in_one_step(compiler, ahead):
 
 
 def test_the_first_forced_token_is_in_flight(compiler):
-    """The masks of a state and of the states after its forced tokens, of which the matcher remembers nothing."""
+    """`masks_ahead` returns the mask of a state and of the states after its forced tokens. The matcher's own state does not
+    change."""
     state = compiler.compile(Grammar.lark('start: "abc" /[xy]/ "d"')).start()
     assert state.forced == tuple(tokenizer.convert_tokens_to_ids(list("abc")))
     before = masks_of([state], state.words)[0]
@@ -240,7 +242,7 @@ def test_the_first_forced_token_is_in_flight(compiler):
 
 
 def test_the_schemas_check_is_one():
-    """`allows` refuses what it should: otherwise the test above could not fail."""
+    """`allows` refuses what it should. Otherwise the tests with random schemas could not fail."""
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     assert allows(schema, {"a": 1})
     assert not any(allows(schema, value) for value in ({}, {"a": True}, {"a": 1, "b": 2}, [], None))
@@ -258,7 +260,8 @@ CASES = [
 @pytest.mark.parametrize(("grammar", "right"), CASES, ids=range(len(CASES)))
 @pytest.mark.parametrize("forward", [False, True])
 def test_every_kind_of_grammar(compiler, grammar, right, forward):
-    """By the decode program and by the model's own forward; greedy and sampled; ahead of the GPU and not."""
+    """Every kind of grammar holds in the decode program and in the model's own forward, greedy and sampled, scheduled ahead of
+    the GPU or not."""
     compiled, found = compiler.compile(grammar), set()
     for ahead in (False, True):
         engine = Engine(eager_llama(), max_concurrent=3, cache_bytes=1 << 24, forward=forward, async_scheduling=ahead)
@@ -274,7 +277,8 @@ def test_every_kind_of_grammar(compiler, grammar, right, forward):
 
 
 def test_a_text_ends_when_it_is_complete(engine, compiler):
-    """No stop token is needed, nor stop tokens at all; a stop token may follow where the text may end or go on."""
+    """A complete text ends without a stop token, and even if the request has none. If the text may end or continue, a stop
+    token may be sampled."""
     grammar = compiler.compile(Grammar.choice(["abc"]))
     (sequence,) = engine.generate([Request(prompt(), 50, grammar=grammar)])
     assert text_of(sequence) == "abc" and sequence.finish_reason is FinishReason.STOP
@@ -284,7 +288,7 @@ def test_a_text_ends_when_it_is_complete(engine, compiler):
 
 
 def test_a_preempted_sequence_continues_its_text(compiler):
-    """Its grammar's state outlives its slot; the text is that of an engine with enough pages."""
+    """The state of a grammar survives the preemption of its sequence. The text is that of an engine with enough pages."""
     grammar = compiler.compile(Grammar.regex("([ab][cd]){70}"))
 
     def texts(cache_bytes):
@@ -302,7 +306,7 @@ def test_a_preempted_sequence_continues_its_text(compiler):
 
 
 def test_tokens_have_the_models_log_probabilities(engine, compiler):
-    """As for other requests: before the mask, as before temperature and filters."""
+    """Log-probabilities are those before the mask, just as other requests have those before temperature and filters."""
     (one,) = engine.generate([request(compiler.compile(Grammar.choice(["abc", "abd"])), top_logprobs=3)])
     ids, logits = list(one.request.prompt), None
     model = eager_llama()
@@ -337,7 +341,7 @@ def test_grammars_that_cannot_be_enforced(compiler, grammar, why):
 
 
 def test_a_grammar_that_becomes_too_costly_fails_its_sequence_alone(engine, compiler):
-    """Costs of a token are bounded: the sequence fails with the reason, the others go on."""
+    """The cost of computing a mask is bounded. A sequence that exceeds it fails with the reason; the others continue."""
     costly = compiler.compile(Grammar.regex("((a{1,100}){1,100}){1,100}"))
     other = compiler.compile(Grammar.choice(["yes", "no"]))
     (a,) = tokenizer("a", add_special_tokens=False).input_ids[-1:]
@@ -350,7 +354,7 @@ def test_a_grammar_that_becomes_too_costly_fails_its_sequence_alone(engine, comp
 
 
 def test_one_grammar_for_many_sequences_and_threads(compiler):
-    """A compiled grammar has no state; threads may compile and start at once."""
+    """A compiled grammar has no state. Threads may compile grammars and start matchers at the same time."""
     compiled, found = compiler.compile(Grammar.choice(["aa", "ab"])), []
 
     def use():
@@ -359,7 +363,7 @@ def test_one_grammar_for_many_sequences_and_threads(compiler):
             ids = tokenizer(f"a{'ab'[i % 2]}", add_special_tokens=False).input_ids
             found.append([state.accept(each) for each in ids] == ["", ""] and state.is_complete)
             compiler.compile(Grammar.json_schema({"const": f"{i}"}))
-        found.append(bool(compiled.start().accept(ids[1] + 1)))  # not allowed: the reason
+        found.append(bool(compiled.start().accept(ids[1] + 1)))  # this token is not allowed, so that a reason is returned
 
     threads = [threading.Thread(target=use) for _ in range(4)]
     for thread in threads:
@@ -390,7 +394,7 @@ class SlowTokenizer:
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(engine):
-    """The model's vocabulary bounds what is sampled; the tokenizer's further tokens never are."""
+    """The model's vocabulary bounds what is sampled. Tokens that only the tokenizer has are never sampled."""
     grown = json_tokenizer()
     grown.add_tokens([f"<extra{i}>" for i in range(100)])
     assert len(grown) > VOCAB + 32
@@ -401,7 +405,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(engine):
 
 
 def test_masks_are_computed_while_the_logits_are(compiler, monkeypatch):
-    """A step's logits are launched before the tokens of the step before are read; without a grammar, nothing of this runs."""
+    """A step's logits are launched before the tokens of the step before are read. Without a grammar, no masks are computed."""
     engine, events = Engine(eager_llama(), max_concurrent=1, cache_bytes=1 << 24), []
 
     def noted(owner, name):

@@ -21,7 +21,7 @@ from tests.tiny import eager_llama
 
 @pytest.fixture
 def captures(monkeypatch):
-    """The pool and stream of each capture, in order. Every call makes a new stream or pool."""
+    """Records the pool and the stream of each capture, in order. Every call for a stream or a pool makes a new one."""
     found = []
 
     def graph(graph, pool, stream, capture_error_mode):
@@ -40,7 +40,8 @@ def captures(monkeypatch):
 
 
 def test_steps_and_prompts_are_captured_in_one_pool_on_one_stream(captures):
-    """PyTorch's allocator reuses memory only on the stream that freed it, also within a pool."""
+    """All captures use one stream, since PyTorch's allocator reuses memory only on the stream that freed it, also within a
+    pool."""
     engine = Engine(eager_llama(), max_concurrent=4, chunk_tokens=128, cache_bytes=1 << 24)
     graphs = Graphs(torch.device("cpu"))
     steps = DecodeRunner(engine.program, engine.slots, 4, graphs=graphs)
@@ -59,14 +60,15 @@ def test_steps_and_prompts_are_captured_in_one_pool_on_one_stream(captures):
 
 
 def test_a_capture_is_preceded_by_a_run(captures):
-    """Kernels are compiled and persistent memory is allocated before, which a capture does not allow."""
+    """A run before the capture compiles kernels and allocates persistent memory, which are not allowed during a capture."""
     graphs, called = Graphs(torch.device("cpu")), []
     _, made = graphs.capture(lambda: called.append(len(captures)) or len(called))
     assert called == [0, 1] and made == 2
 
 
 def test_the_cache_leaves_memory_for_graphs(monkeypatch):
-    """Logits of every captured step, plain, with guesses and of a draft model, are in the bound, which the cache is without."""
+    """The memory bound includes the logits of every captured step: plain, with guesses, and of a draft model. The cache leaves
+    this memory free."""
     vocab, most, drafts = 1000, 20, 3
     slots = Slots(most, 20_000, vocab, (), torch.device("cpu"), drafts)
     steps, verified = DecodeRunner(None, slots, most), VerifyRunner(None, slots, most, drafts)

@@ -1,4 +1,4 @@
-"""Which kernels file is used, and the one line about a file that is not."""
+"""Tests which kernels file an engine uses, and the one line about a file that is not used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """Files that were installed; the GPU is an H200, and files hold no kernels."""
+    """Pretends that some files are installed. The GPU is an H200, and the files contain no kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.setattr(kernels, "machine_of", lambda device: typical_machine(90))
     monkeypatch.setattr(kernels, "_in_use", {})
@@ -113,7 +113,8 @@ def warnings_only(caplog):
 
 
 def test_an_installed_package_is_found(installed, tmp_path, caplog, monkeypatch):
-    """Its entry point names the architecture; a file that is named or lies beside the checkpoint comes first."""
+    """A package's entry point names the architecture. A file that the caller names, or one beside the checkpoint, takes
+    precedence."""
     site, package = tmp_path / "site", tmp_path / "site" / "lowbit_kernels_sm90"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

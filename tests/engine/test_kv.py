@@ -32,7 +32,7 @@ def model():
 
 @torch.inference_mode()
 def logits_of(program, ids, chunks):
-    """Logits [2, V] after a prompt, computed in `chunks` parts, and after one step of a program."""
+    """Returns logits [2, V] of a program: after a prompt, computed in `chunks` parts, and after one more step."""
     program.allocate_cache(3)
     fill_unwritten(program.cache)
     slots = Slots(1, 256, program.decoder.vocab, (), program.device)
@@ -49,7 +49,7 @@ def logits_of(program, ids, chunks):
 @pytest.mark.parametrize("case", CASES)
 def test_the_program_of_every_family_reads_what_it_stores(case, kv):
     """A prompt and a step over quantized pages have the logits of the model's forward over quantized rows, as `lowbit eval`
-    computes it; they are far nearer to them than 16 bits are. Rounding changes a code now and then."""
+    computes it. Rounding changes a code now and then, but the logits are far nearer to those than to logits of 16 bits."""
     family, options = CASES[case]
     model = tiny(family, **options)
     ids = torch.randint(1, 97, (34,), generator=torch.Generator().manual_seed(0))
@@ -64,7 +64,7 @@ def test_the_program_of_every_family_reads_what_it_stores(case, kv):
 
 @pytest.mark.parametrize("kv", NARROW)
 def test_chunks_do_not_change_what_is_read(model, kv):
-    """Each chunk reads earlier ones as stored, and itself too: logits differ by rounding of sums alone."""
+    """Each chunk reads earlier chunks, and itself, as they are stored. So logits differ only by the rounding of sums."""
     ids = torch.tensor(prompt(150))
     program = DecodeProgram(recognise(model), model.dtype, model.device, batch_invariant=True, kv=parse_kv(kv))
     whole = logits_of(program, ids, 1)
@@ -85,7 +85,7 @@ def test_greedy_tokens_do_not_depend_on_chunks_and_other_sequences(model, kv):
 
 @pytest.mark.parametrize("kv", NARROW)
 def test_preemption_does_not_change_the_tokens(model, kv):
-    """A cache of 4 pages for 3 sequences of 2 pages: a preempted sequence is computed again from its tokens."""
+    """The cache has 4 pages for 3 sequences of 2 pages. A preempted sequence is computed again from its tokens."""
     page = engine_of(model, kv=kv).program.page_bytes
     tight = engine_of(model, kv=kv, cache_bytes=5 * page, max_length=256, prefix_caching=False)
     assert tight.scheduler.pages.count == 5
@@ -129,13 +129,13 @@ def test_sixteen_bits_are_the_default(model):
 
 @pytest.mark.parametrize(("kv", "bits"), [("16", 16), ("fp8", 8.125), ("int8", 8.125), ("int4", 4.125), ("k8v4", 6.125)])
 def test_bytes_of_a_page(kv, bits):
-    """Llama-3-8B's shape: 2 x 8 heads of 128 elements in 32 layers, with a scale of 16 bits for each of the 128 elements."""
+    """Llama-3-8B stores 2 x 8 heads of 128 elements in each of 32 layers. Each head of a token has one 16-bit scale."""
     spec = CacheSpec(32, 8, 128, torch.float16, parse_kv(kv))
     assert spec.page_bytes == 2 * 32 * 8 * 128 * 128 * bits / 8
 
 
 def test_the_same_memory_holds_more_tokens(model):
-    """Heads of 16 elements are stored as 32; the pool counts the bytes that it allocates."""
+    """Heads of 16 elements are padded to 32 when they are stored. The pool counts the bytes that it allocates."""
     engines = {
         kv: engine_of(model, kv=kv, max_concurrent=64, cache_bytes=1 << 20, max_length=256) for kv in ("16", "int8", "int4")
     }
@@ -145,7 +145,8 @@ def test_the_same_memory_holds_more_tokens(model):
         stated = f", keys and values in {kv}" if kv != "16" else ""
         assert str(cache) == f"{cache.pages} pages of 128 tokens, {128 * cache.pages:,} tokens in 0.00 GiB{stated}"
     pages = {kv: engine.scheduler.pages.count for kv, engine in engines.items()}
-    rows = 2 * 2 * 2 * 128  # layers, keys and values, heads, tokens: of 64 bytes in float32, 32 + 2 in int8, 16 + 2 in int4
+    # layers, keys and values, heads, tokens; a row takes 64 bytes in float32, 32 + 2 in int8, 16 + 2 in int4
+    rows = 2 * 2 * 2 * 128
     assert pages == {"16": (1 << 20) // (64 * rows), "int8": (1 << 20) // (34 * rows), "int4": (1 << 20) // (18 * rows)}
 
 

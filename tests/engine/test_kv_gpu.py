@@ -22,10 +22,11 @@ NUDGES = 4
 
 @torch.inference_mode()
 def check_stored(model, sequences, kv):
-    """Checks that each token is the most likely one of the forward over rows as pages of `kv` hold them, up to rounding.
+    """Checks that each token is the most likely one of the forward over rows as pages of `kv` store them, up to rounding.
+    Returns the number of tokens that are not the most likely.
 
-    A last bit of the embeddings moves logits by more than in 16 bits, since it changes codes, and each change others in later
-    layers. So rounding is twice the most that such moves make. Returns the number of tokens that are not the most likely.
+    When the embeddings move by a last bit, logits move by more than in 16 bits, since codes change, and each of them changes
+    codes in later layers. So rounding is twice the largest move.
     """
     others, passing = 0, []
     with stored_kv(model, parse_kv(kv)):
@@ -53,7 +54,8 @@ def check_stored(model, sequences, kv):
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "OPT"])
 @pytest.mark.parametrize("kv", NARROW)
 def test_greedy_tokens(kv, family, dtype):
-    """Prompts in chunks and steps, one sequence alone and many: the most likely tokens over rows as they are stored."""
+    """Tokens are the most likely ones over rows as they are stored, for prompts in chunks and steps, one sequence alone and
+    many."""
     model = model_of(family, dtype)
     engine = Engine(model, max_concurrent=16, max_length=1024, chunk_tokens=256, kv=kv)
     assert isinstance(engine.program, DecodeProgram) and f"keys and values in {parse_kv(kv)}" in engine.report()[1]
@@ -94,10 +96,11 @@ def test_batch_invariant_sequences_have_the_same_bits(kv):
 
 @pytest.mark.parametrize("kv", NARROW)
 def test_prefixes_and_preempted_sequences(kv):
-    """A follow-up that reuses pages, and a cache too small for all sequences, sample the tokens of computing all again."""
+    """A follow-up that reuses pages, and sequences that are preempted in a small cache, have the tokens of computing everything
+    again."""
     model = model_of()
     make_batch_invariant(model, model.dtype)
-    # Batch-invariant engines share whole chunks of a prompt only.
+    # A batch-invariant engine reuses only whole chunks of a prompt.
     engine = Engine(model, max_concurrent=4, max_length=1024, chunk_tokens=128, batch_invariant=True, kv=kv)
     common = prompt(400, 3)
     (first,) = engine.generate([Request([*common, 5], 40)])

@@ -1,4 +1,4 @@
-"""A server's engine runs for months: its memory does not depend on the number of sequences that it has generated."""
+"""A server's engine runs for months, so its memory must not depend on the number of sequences that it has generated."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def objects():
 
 
 def test_thousands_of_sequences_leave_nothing_behind(monkeypatch):
-    """No objects, even without the garbage collector of cycles, and no bytes."""
+    """Thousands of sequences leave no objects, even without Python's collector of cycles, and no bytes."""
     for module in (failure, engine_module):
         monkeypatch.setattr(module.logger, "disabled", True)  # pytest keeps logged errors alive
     engine = Engine(eager_llama(), max_concurrent=8, chunk_tokens=128, cache_bytes=1 << 20, max_length=256)
@@ -70,8 +70,8 @@ def test_thousands_of_sequences_leave_nothing_behind(monkeypatch):
     assert sum(more.values()) < 25, more.most_common(8)
     tracemalloc.start()
     try:
-        some_sequences(engine, tokenizer, 128, 2)  # all pages have been used by now
-        gc.collect()  # frees Python's lists of unused tuples, which count as allocated
+        some_sequences(engine, tokenizer, 128, 2)  # by now all pages have been used once
+        gc.collect()  # frees Python's own lists of unused tuples, which would count as allocated
         bytes_ = tracemalloc.get_traced_memory()[0]
         some_sequences(engine, tokenizer, 512, 3)
         gc.collect()

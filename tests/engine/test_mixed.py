@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowbit.engine import Engine, FinishReason, Grammar, GrammarCompiler, Request, Sampling
-from lowbit.engine.mixed_runner import MixedRunner
+from lowbit.engine.mixed_runner import TILE, MixedRunner, prompt_tokens
 from lowbit.engine.prefill_runner import KEYS
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.scheduler import PrefillChunk
@@ -155,14 +155,28 @@ def test_what_is_not_mixed(model, monkeypatch):
         assert not mixed and all(s.finish_reason is FinishReason.LENGTH for s in found)
     runner = MixedRunner(engine.program, engine.slots, 1024, 40, graphs=object(), invariant=False)
     chunk = lambda begin, count: PrefillChunk(Sequence(Request([1], 1)), begin, (0,) * count, False)  # noqa: E731
-    assert {shape.rows for shape in runner.shapes} == {16, 48} and runner.shapes[0].prompts.tokens == 512
-    assert len(runner.shapes) == 26 and all(shape.prompts.keys <= KEYS for shape in runner.shapes)
+    assert {shape.rows for shape in runner.shapes} == {16, 48} and runner.shapes[0].prompts.tokens == 464
+    assert len(runner.shapes) == 10 and all(shape.prompts.keys <= KEYS for shape in runner.shapes)
     found = runner.shape([chunk(0, 30), chunk(100, 20)], 17)
-    assert (found.prompts.tokens, found.rows) == (64, 48)
+    assert (found.prompts.tokens, found.rows) == (80, 48)
     assert runner.shape([chunk(0, 30)], 3).rows == 16
     assert (
-        not runner.takes([chunk(0, 513)], 3) and not runner.takes([chunk(9000, 5)], 3) and not runner.takes([chunk(0, 5)], 49)
+        not runner.takes([chunk(0, 497)], 3) and not runner.takes([chunk(9000, 5)], 3) and not runner.takes([chunk(0, 5)], 49)
     )
+
+
+def test_forwards_are_whole_tiles(model):
+    """Rows and prompt tokens of a graph together; as many tokens as a budget gives fill one."""
+    for rows in (16, 32, 48, 64, 96, 128, 192, 256):
+        for most in (128, 256, 512):
+            sizes = prompt_tokens(rows, most)
+            assert sizes == tuple(sorted(sizes)) and sizes[0] > 0 and sizes[-1] >= min(most, 512 + 1 - TILE)
+            assert all((rows + size) % TILE == 0 for size in sizes[1:]) and (rows + sizes[0]) % (TILE // 2) == 0
+    program, slots = engine_of(model).program, engine_of(model).slots
+    runner = MixedRunner(program, slots, 1024, 32, graphs=object(), invariant=False)
+    assert runner.steady_tokens(20) == (224, 352, 480) and runner.steady_tokens(3) == (240, 368, 496)
+    assert MixedRunner(program, slots, 1024, 32, graphs=None, invariant=False).steady_tokens(3) == ()
+    assert MixedRunner(program, slots, 1024, 256, graphs=object(), invariant=False).steady_tokens(20) == (256, 384, 512)
 
 
 # ---- the budget
@@ -213,6 +227,20 @@ def test_prompts_are_spread_over_steps():
         waiting -= taken[-1]
     assert sum(taken[40:]) == 512 * 10 and max(taken[40:]) <= 192 and min(taken[40:]) >= 64
     assert budget.next(10**6) == budget.tokens, "many prompts take what the stated time permits"
+
+
+def test_prompts_fill_tiles():
+    """One prompt is divided equally over the steps that it takes; many fill whole steps, larger ones if they are more."""
+    budget, filled = StepBudget(15.0, 1024, torch.device("cpu")), (224, 352, 480)
+    assert budget.next(512, filled) == 171 and budget.next(341, filled) == 171 and budget.next(170, filled) == 170
+    assert budget.next(1000, filled) == 224 and budget.next(0, filled) == 224
+    assert budget.next(10_000, filled) == 224, "352 are more than the budget"
+    while budget.tokens < 480:
+        budget.observe(budget.tokens, 8.0)
+    assert [budget.next(count, filled) for count in (1000, 1500, 10_000)] == [224, 352, 480]
+    slow = StepBudget(15.0, 1024, torch.device("cpu"))
+    Steps(40, 0.5).run(slow, 20)
+    assert slow.next(512, filled) == LEAST_TOKENS, "a tile takes too long"
 
 
 def test_without_a_limit():

@@ -268,13 +268,13 @@ def test_where_it_is_faster(emulated, monkeypatch):
     """Without a choice of the caller, steps are one launch where that was measured to be faster."""
     model = packed(model_of("llama", torch.float16), "w4a16_g128", skip=lambda module: "lm_head" in module)
     program = program_of(model)
-    monkeypatch.setattr(decode_step, "FASTER", (Faster("H200", 1, 0, 10**6, 512), Faster("H200", 2, 10**6, 10**9, 512)))
+    monkeypatch.setattr(decode_step, "FASTER", (Faster("H200", 1, 4, 0, 10**6, 512), Faster("H200", 2, 4, 10**6, 10**9, 512)))
     one = launch_of(program, measured=True)
     assert str(one) == "steps of 1 (contexts up to 512) tokens: one launch"
     slots = Slots(2, 256, 160, (), torch.device("cpu"))
     assert one.computes(1, slots, 512) and one.computes(1, slots, 0)
     assert not one.computes(1, slots, 513) and not one.computes(2, slots, 100)
-    monkeypatch.setattr(decode_step, "FASTER", (Faster("H100", 1, 0, 10**6, 512),))
+    monkeypatch.setattr(decode_step, "FASTER", (Faster("H100", 1, 4, 0, 10**6, 512),))
     (reason,) = launch_of(program, measured=True)
     assert reason.startswith("it was not measured to be faster for layers of 0 MB on H200")
 

@@ -45,8 +45,8 @@ def logits_of(model, ids):
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "enable_bias": False}], ids=["tied", "untied"])
 @torch.inference_mode()
 def test_logits_of_chunks_and_steps(options):
-    """Two sequences: prompts in different chunks, then token by token across page borders. Rows are in another order than
-    slots, and positions differ."""
+    """The prompts of two sequences are computed in different chunks, then token by token across page borders. The order of rows
+    differs from that of slots, and positions differ."""
     model = eager_opt(**options)
     ids = [prompt(300), prompt(260, 1)]
     program = program_of(model)
@@ -90,7 +90,8 @@ def test_greedy_tokens_match_transformers():
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a8_g64", "fp8_dynamic"])
 def test_quantized_layers(scheme, monkeypatch):
-    """8-bit activations: LayerNorm and ReLU write 16 bits (here 32), and each product quantizes them once."""
+    """With 8-bit activations, LayerNorm and ReLU return 16-bit values (32-bit in this test). Each product quantizes its own
+    input."""
     model = eager_opt()
     convert(model, scheme)
     inputs = []
@@ -105,8 +106,8 @@ def test_quantized_layers(scheme, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_weights_packed_for_a_gpu(dtype, invariant, monkeypatch):
-    """q, k and v in one product with their biases; LM head and embedding, which are tied, in 8 bits; no chain. Products use
-    their reference, since their kernels need a GPU."""
+    """q, k and v are one product with their biases. LM head and embedding are tied and have 8 bits. There is no chain. Products
+    use their reference, since their kernels need a GPU."""
 
     def product_of(x, weight, bias, batch_invariant):
         return mixed_gemm_reference(x, weight.unpack(), bias).to(x.dtype)

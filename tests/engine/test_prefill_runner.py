@@ -1,4 +1,4 @@
-"""Prefill chunks in graphs: which graph is replayed, with which input. Without a GPU, functions stand for graphs."""
+"""Prefill chunks in graphs: which graph is replayed, and with which input. Without a GPU, functions replace graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB = 160
 
 
 class FunctionGraph:
-    """A graph's replay as a function: the same launches on the same tensors."""
+    """The replay of a graph as a function, which makes the same launches on the same tensors."""
 
     def __init__(self, launch):
         self.replay = launch
@@ -25,7 +25,8 @@ class FunctionGraph:
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Makes engines capture prompts, which are computed apart from decode steps; returns the shapes that were replayed."""
+    """Makes engines capture prompts, which are computed apart from decode steps. Returns a list of the shapes that were
+    replayed."""
     shapes = []
     monkeypatch.setattr(MixedRunner, "takes", lambda self, chunks, rows: False)
     inner = PrefillRunner.__init__
@@ -59,7 +60,7 @@ def prompt(length, seed=0):
 
 
 def some_requests():
-    """Requests with and without a common prefix, in several chunks, several of them sampled."""
+    """Returns requests with and without a common prefix. Prompts take several chunks, and several requests are sampled."""
     shared = prompt(140, 9)
     ids = [prompt(1 + 11 * i, i) for i in range(5)] + [[*shared, *prompt(1 + 30 * i, i)] for i in range(4)] + [prompt(200, 7)]
     return [Request(each, 5, Sampling(0.7 * (i % 2), seed=i)) for i, each in enumerate(ids)]
@@ -74,7 +75,8 @@ def generated(model, **options):
 def test_graphs_do_not_change_the_tokens(model, replayed, monkeypatch, invariant):
     found, engine = generated(model, batch_invariant=invariant)
     assert engine.prefill_runner.captures == len({*replayed}) > 3
-    assert {shape.keys > shape.tokens for shape in replayed} == {True, False}  # after a cached prefix, and from the first token
+    # some chunks follow a cached prefix, others start at the first token
+    assert {shape.keys > shape.tokens for shape in replayed} == {True, False}
     assert {shape.tokens for shape in replayed} <= {*engine.prefill_runner.sizes} and engine.prefill_runner.sizes[-1] == 128
     monkeypatch.undo()
     expected, engine = generated(model, batch_invariant=invariant)
@@ -95,7 +97,8 @@ def test_chunks_with_more_keys_than_a_graph_has_run_without_one(model, replayed,
     inner = DecodeProgram.prompt
     monkeypatch.setattr(DecodeProgram, "prompt", lambda *args: (calls.append(args[1]), inner(*args))[1])
     found, _ = generated(model)
-    calls = [chunks for chunks in calls if chunks[0].sequence.request.limit > 1]  # without those of the program's check
+    # excludes the requests with which the program is checked
+    calls = [chunks for chunks in calls if chunks[0].sequence.request.limit > 1]
     assert calls and replayed
     for chunks in calls:
         assert any(chunk.begin for chunk in chunks)

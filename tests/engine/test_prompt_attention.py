@@ -1,4 +1,4 @@
-"""Attention of all prefill chunks of a step in few calls: the same result as one call for each chunk."""
+"""Attention of all prefill chunks of a step takes a few calls. The result is that of one call for each chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = dict(heads=4, kv_heads=2, head_dim=16, scale=0.3, rotary_dim=16)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of the calls of torch's attention."""
+    """Records the names of the calls of torch's attention."""
     noted = []
 
     def counted(name):
@@ -34,7 +34,7 @@ def calls(monkeypatch):
 
 
 def case(lengths, begins):
-    """Chunks of slots whose pages are in random order, and the operands of attention; unused rows of pages are NaN."""
+    """Returns chunks of slots whose pages are in random order, and the operands of attention. Unused rows of pages are NaN."""
     generator = torch.Generator().manual_seed(0)
     slots = Slots(len(lengths), 3 * PAGE, VOCAB, (), torch.device("cpu"))
     order = iter((torch.randperm(3 * len(lengths), generator=generator) + 1).tolist())
@@ -68,7 +68,7 @@ def test_grouped_chunks_match_single_ones(calls, lengths, begins, expected, more
     shape = AttentionShape(**SHAPE, **more)
     found = PromptAttention(chunks, slots, invariant=False)(q, pages, shape)
     count = tuple(calls.count(name) for name in ("prompt_attention", "causal_attention"))
-    # In one case at most 5 tokens are in a group, which a window of 9 does not cut.
+    # In one case a group has at most 5 tokens, so that a window of 9 masks nothing.
     one_by_one = "softcap" in more or (more.get("window") == 9 and expected != (4, 1))
     assert count == ((len(chunks), 0) if one_by_one else expected)
     calls.clear()
@@ -79,7 +79,8 @@ def test_grouped_chunks_match_single_ones(calls, lengths, begins, expected, more
 
 
 def test_memory_of_a_call_is_bounded(calls, monkeypatch):
-    """By the keys that it gathers; a chunk that fits with no other is computed alone."""
+    """The memory of a call is bounded by the number of keys that it gathers. A chunk that fits with no other is computed
+    alone."""
     monkeypatch.setattr(module, "MOST_KEYS", 3 * (128 + 16))
     chunks, slots, q, pages = case([5, 7, 3, 2, 9, 4, 1, 20, 21], [128] * 7 + [256] * 2)
     attention = PromptAttention(chunks, slots, invariant=False)
@@ -98,7 +99,8 @@ def test_a_chunk_with_more_keys_than_a_call_gathers(monkeypatch):
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_calls_of_a_step(calls, invariant):
-    """A few calls a layer for any number of prompts, unless the step is batch-invariant; greedy tokens are Transformers'."""
+    """A step takes a few calls a layer for any number of prompts, unless it is batch-invariant. Greedy tokens are
+    Transformers'."""
     model = eager_llama()
     engine = Engine(model, max_concurrent=24, cache_bytes=1 << 24, prefix_caching=False, batch_invariant=invariant)
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +122,7 @@ def test_calls_of_a_step(calls, invariant):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_grouped_chunks_match_single_ones_on_a_gpu(dtype):
-    """By flash attention, within rounding, and with the same bits every time."""
+    """By flash attention, grouped chunks equal single ones up to rounding, and give the same bits every time."""
     chunks, slots, q, pages = case([5, 17, 1, 30, 200, 140, 25, 3], [0, 0, 0, 128, 0, 0, 128, 256])
     for name in ("_all", "tables"):
         setattr(slots, name, getattr(slots, name).cuda())

@@ -1,4 +1,5 @@
-"""Prefill chunks as tensors of one shape: every token and key is at the place of its sequence; the rest is padding."""
+"""Prefill chunks as tensors of one shape. Every token and key is at the place of its sequence, and all other places are
+padding."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ CASES = [
 
 @pytest.mark.parametrize("most", [1, 8, 9, 100, 128, 129, 1000, 1024, 1025, 3000])
 def test_sizes(most):
-    """Padding is small: less than twice a few tokens, less than 64 more up to 1,024, less than 256 beyond."""
+    """The padding is less than 8 tokens for up to 8 tokens, less than 32 for up to 96, less than 64 for up to 1,024, and less
+    than 256 beyond."""
     found = sizes(most)
     assert found == tuple(sorted(set(found))) and found[-1] >= most and all(size < most for size in found[:-1])
     for tokens in range(1, most + 1):
@@ -79,7 +81,8 @@ def test_attention_of_all_sequences_matches_that_of_each(lengths, begins, more):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
 def test_on_a_gpu(lengths, begins, dtype, more):
-    """By flash attention, within rounding. A sequence has the same bits alone, in a larger shape and after others."""
+    """By flash attention, results are right up to rounding. A sequence has the same bits alone, in a larger shape and after
+    others."""
     chunks, slots, q, pages = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
     expected = PromptAttention(chunks, slots, invariant=True)(q, pages, shape)

@@ -1,4 +1,5 @@
-"""A model computed by two processes, on a CPU over gloo, beside one process: logits, tokens, and what a failure of one does."""
+"""A model is computed by two processes on a CPU, with sums by gloo, and compared with one process: logits, tokens, and
+failures."""
 
 from __future__ import annotations
 
@@ -39,11 +40,12 @@ from tests.tiny import eager_llama, json_tokenizer, save_tiny
 
 CPU = torch.device("cpu")
 OPTIONS = {"max_concurrent": 4, "chunk_tokens": 128, "cache_bytes": 1 << 22, "max_length": 256}
-"""Fewer slots and pages than the requests ask for: some wait, some are preempted."""
+"""There are fewer slots and pages than the requests need, so that some wait and some are preempted."""
 
 
 def save(folder, intermediate_size=176, num_key_value_heads=2, **options):
-    """A Llama whose next token depends on all tokens before, with biases, a head of 161 rows and groups that a cut divides."""
+    """Saves a Llama whose next token depends on all tokens before. It has biases, an LM head of 161 rows, and groups that the
+    cut over two ranks divides."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=161, hidden_size=64, intermediate_size=intermediate_size, num_hidden_layers=2, num_attention_heads=4,
@@ -81,7 +83,8 @@ def logprobs(sequence):
     ids=["16 bits, tied", "w4a16_g32, int8 keys and values, guesses"],
 )  # fmt: skip
 def test_two_processes_compute_what_one_does(tmp_path, options, loading, more):
-    """Prompts at page borders, waiting and preempted sequences, shared prefixes, sampled tokens, a grammar."""
+    """The requests have prompts at page borders, shared prefixes, sampled tokens and a grammar. Some sequences wait or are
+    preempted."""
     save(tmp_path, **options)
     one = Engine(load_causal(tmp_path, device="cpu", dtype=torch.float32, **loading), **OPTIONS, **more)
     model, ranks = load_ranks(tmp_path, 2, CPU, dtype=torch.float32, **loading)
@@ -118,7 +121,8 @@ def test_a_pipeline(tmp_path):
 
 
 def test_parts_are_compared_with_what_the_checkpoint_states(tmp_path):
-    """Layers by rows, by columns and, with ranks that share a KV head, whole; a layer whose record differs is named."""
+    """Ranks compare their layers with the record in the checkpoint. Layers are cut by rows, by columns, or shared whole by
+    ranks with the same KV head. An error names the layer that differs."""
     save(tmp_path / "plain", num_key_value_heads=1)
     lowbit.quantize_checkpoint(tmp_path / "plain", tmp_path / "q", "w4a16_g32")
     _, ranks = load_ranks(tmp_path / "q", 2, CPU, dtype=torch.float32)
@@ -152,7 +156,7 @@ def test_what_goes_without_several_processes_is_refused(tmp_path):
 
 
 def test_a_rank_that_ends_fails_all_with_its_reason(tmp_path):
-    """While sequences run: they fail within 10 seconds, and so does whatever comes later."""
+    """A rank ends while sequences run. They fail within 10 seconds with the reason, and later requests fail too."""
     eager_llama().save_pretrained(tmp_path)
     model, ranks = load_ranks(tmp_path, 2, CPU)
     noted = []
@@ -179,20 +183,20 @@ def test_a_rank_that_ends_fails_all_with_its_reason(tmp_path):
 
 
 def fails_on_rank_1(rank, device, folder):
-    """A rank that cannot load its part."""
+    """Fails on rank 1, which cannot load its part."""
     if rank:
         raise MemoryError("no memory for its part")
     return load_tiny(rank, device, folder)
 
 
 def fails_on_rank(engine, rank):
-    """An operation that fails on one rank."""
+    """Fails on one rank, as an operation might."""
     if engine.program.ranks.rank == rank:
         raise ValueError(f"rank {rank} has no such thing")
 
 
 def test_an_error_of_a_rank_is_the_reason(tmp_path):
-    """Of one that cannot load its part, and of one that fails later."""
+    """The error names the reason of the rank: one cannot load its part, another fails later."""
     save_tiny(tmp_path, dtype=torch.float32)
     begun = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1: MemoryError: no memory for its part"):
@@ -215,14 +219,14 @@ def load_tiny(rank, device, folder):
 
 
 def ends_while_joining(rank, device, folder):
-    """Its part; rank 1 ends once rank 0 connects with it."""
+    """Loads the rank's part. Rank 1 ends while rank 0 connects to it."""
     if rank:
         rank_process.Ranks = lambda *arguments: time.sleep(0.5) or os._exit(3)
     return load_tiny(rank, device, folder)
 
 
 def fails_in_its_engine(rank, device, folder):
-    """Its part; rank 1 has no memory for slots."""
+    """Loads the rank's part. Rank 1 has no memory for slots."""
     if rank:
         rank_process.Engine = no_memory
     return load_tiny(rank, device, folder)
@@ -245,7 +249,7 @@ except RankFailed as error:
 
 
 def test_a_rank_that_ends_while_all_join(tmp_path):
-    """Rank 0 says so, and ends with status 1, as its connecting thread may wait for ever."""
+    """Rank 0 reports the ended rank, and then ends with status 1, since its connecting thread may wait for ever."""
     save_tiny(tmp_path, dtype=torch.float32)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", JOINING, str(tmp_path)], cwd=ROOT, text=True, capture_output=True, timeout=90
@@ -273,7 +277,7 @@ sys.stdin.read()
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path):
-    """Even if it is killed."""
+    """The other ranks end with the process that started them, even if it is killed."""
     save_tiny(tmp_path, dtype=torch.float32)
     leader = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", LEADER, str(tmp_path)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
@@ -291,7 +295,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
 
 
 def _lives(pid):
-    """True for a process that is no zombie, which in a container nobody may reap."""
+    """Returns True unless the process has ended. A zombie counts as ended: in a container it may never be reaped."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
@@ -300,7 +304,7 @@ def _lives(pid):
 
 
 def added_everywhere(engine, seed):
-    """Sums of ranks with the residual: of rank-dependent y, beside the sum of both in float64."""
+    """Compares sums over ranks, with and without a residual, with the sum of all ranks' parts on one rank."""
     ranks = engine.program.ranks
     parts = [torch.randn(3, 64, generator=torch.Generator().manual_seed(seed + rank)) for rank in range(ranks.size)]
     h, gamma = torch.randn(2, 64, generator=torch.Generator().manual_seed(seed - 1))[:, None].expand(2, 3, 64).unbind()

@@ -25,12 +25,12 @@ PROMPTS = (
     "The difference between a stack and a queue is",
 )
 OTHERS = {None: 10, "w8a16": 20, "w6e3m2a16": 30, "w4a16_g64": 60}
-"""Of 2,000 tokens, how many may be others than the top_logprobs: their logits are as near as rounding."""
+"""Allowed number of tokens, of 2,000, that are not the most likely ones because the logits are nearer than rounding."""
 
 
 @pytest.mark.parametrize("scheme", list(OTHERS))
 def test_greedy_tokens(scheme, smollm2):
-    """Ten prompts of 200 tokens each, beside Transformers' forward of the same sequence, in fp16."""
+    """Ten prompts get 200 tokens each, compared with Transformers' forward of the same sequence in fp16."""
     pipe = lowbit.pipeline(str(smollm2), quantization_mode=scheme, dtype=torch.float16, max_concurrent=16, cache_bytes=1 << 28)
     sequences = pipe.engine.generate([Request(pipe.tokenizer(text).input_ids, 200) for text in PROMPTS])
     check_greedy(pipe.model, sequences, pipe.engine.report())
@@ -42,8 +42,9 @@ def test_greedy_tokens(scheme, smollm2):
 
 @pytest.mark.parametrize("kv", ["fp8", "int8", "int4", "k8v4"])
 def test_greedy_tokens_over_stored_rows(kv, smollm2):
-    """Keys and values in few bits: the most likely tokens of the forward over rows as pages hold them, which `lowbit eval --kv`
-    computes. Sums in another order change a code now and then, and that one others in later layers."""
+    """Keys and values have few bits. Tokens are the most likely ones of the forward over rows as pages store them, which
+    `lowbit eval --kv` computes. Another order of sums changes a code now and then, and this code changes others in later
+    layers."""
     pipe = lowbit.pipeline(str(smollm2), dtype=torch.float16, max_concurrent=16, cache_bytes=1 << 28, kv=kv)
     sequences = pipe.engine.generate([Request(pipe.tokenizer(text).input_ids, 200) for text in PROMPTS])
     others, count = check_stored(pipe.model, sequences, kv), sum(len(sequence.sampled) for sequence in sequences)

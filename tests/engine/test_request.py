@@ -113,11 +113,11 @@ def tiny_engine():
 
 
 def test_the_state_of_a_request_by_its_names_until_2026_11(tiny_engine):
-    """A request had the state that its sequence has now."""
+    """Until 2026-11 a request had the state that its sequence has now. The old attributes still work."""
     request, other = Request([5, 6], 3, top_logprobs=1), Request([5], 9)
     with pytest.warns(DeprecationWarning, match="Request.sampled is now Sequence.sampled, of the sequence that Engine.submit"):
         assert request.sampled == []
-    tiny_engine.generate([request])  # the returned sequence is not kept: the request keeps its state alive
+    tiny_engine.generate([request])  # the returned sequence is not kept here; the request keeps its state alive
     for name in ("sampled", "drawn"):
         with pytest.warns(DeprecationWarning, match=f"Request.{name} is now Sequence.sampled"):
             assert len(getattr(request, name)) == 3
@@ -140,7 +140,7 @@ def test_the_state_of_a_request_by_its_names_until_2026_11(tiny_engine):
 
 
 def test_a_sequence_by_the_names_of_its_request(tiny_engine):
-    """`submit` and `generate` returned the request itself."""
+    """`submit` and `generate` used to return the request itself, so a sequence has its attributes."""
     (sequence,) = tiny_engine.generate([Request([5, 6], 3)])
     for name, value in (("prompt", [5, 6]), ("limit", 3), ("top_logprobs", 0), ("stop_token_ids", frozenset())):
         with pytest.warns(DeprecationWarning, match=f"Sequence.{name} is now Sequence.request.{name}"):

@@ -1,4 +1,4 @@
-"""Parts of models: they are the whole when put together, as weights and as logits; what cannot be cut says why."""
+"""Parts of models: put together they are the whole, as weights and as logits. Models that cannot be cut give the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model_of(family="Llama", **options):
 
 
 def whole(plan, name, parts):
-    """Puts the parts of a matrix together."""
+    """Puts the parts of all ranks together to the whole matrix."""
     cut = plan.cuts.get(name)
     if cut is None:
         return parts[0]
@@ -43,7 +43,8 @@ def whole(plan, name, parts):
 @pytest.mark.parametrize("scheme", ["w4a16_g16", "w4a16_g32_z", "w6e3m2a16", "w8a16", "w8a8"])
 @pytest.mark.parametrize(("family", "options"), [("Llama", {}), ("Phi3", {}), ("Qwen3", {"num_key_value_heads": 6})])
 def test_quantized_parts_are_the_whole(family, options, scheme):
-    """Of 2 and 3 ranks; with 2 KV heads and 6 ranks three ranks share each. Groups that a cut divides are smaller ones."""
+    """The parts of 2 ranks, and for Llama of 6, put together are the whole. With 2 KV heads and 6 ranks, three ranks share each
+    head. Groups that a cut divides become smaller groups."""
     model = model_of(family, **options)
     for ranks in (2, 6) if family == "Llama" else (2,):
         if ranks == 6:
@@ -95,7 +96,7 @@ def test_weights_that_cannot_be_cut_say_why():
 
 
 def test_input_transforms_are_cut_with_the_columns():
-    """Factors of the input, and an order of columns whose scales do not depend on it."""
+    """Factors of the input channels are cut with the columns. So is an order of columns, if the scales do not depend on it."""
     model = model_of(intermediate_size=64)
     plan, down = ShardPlan.of(model, 2), "model.layers.0.mlp.down_proj"
     for scheme, order in (("w4a16_g16", False), ("w8a16", True)):
@@ -108,7 +109,7 @@ def test_input_transforms_are_cut_with_the_columns():
 
 
 def weights(model):
-    """Quantized matrices as codes and scales, other parameters as they are."""
+    """Returns quantized matrices as codes and scales, and other parameters as they are."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, (QuantLinear, QuantEmbedding)):
@@ -122,7 +123,7 @@ def weights(model):
 @pytest.mark.parametrize("scheme", [None, "w8a16", "w4a16_g16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_loaded_parts(tmp_path, scheme, tied):
-    """Quantized while loading, from files of 16 bits, and of a lowbit checkpoint: the same parts of the same codes."""
+    """Parts are the same codes whether 16-bit files are quantized while loading, or a lowbit checkpoint is loaded."""
     tiny_llama(tied=tied, bias=True).save_pretrained(tmp_path / "plain")
     sources = [(tmp_path / "plain", scheme)]
     one = load_causal(tmp_path / "plain", scheme=scheme, device="cpu", dtype=torch.float32)

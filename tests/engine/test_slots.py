@@ -1,4 +1,4 @@
-"""Device tensors of slots: they start at multiples of 128 bytes, since kernels take aligned tensors, and do not move."""
+"""The tensors of slots on the device start at multiples of 128 bytes, since kernels need aligned tensors, and never move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Speculation on a CPU: the tokens of plain decoding, whatever is guessed; which guesses are verified; counts."""
+"""Speculation on a CPU: tokens are those of plain decoding, whatever is guessed. Also tests which guesses are verified, and
+counts."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def requests_of(mixed=MIXED, limit=24):
 
 
 class Oracle(PromptLookup):
-    """Guesses the true next tokens, of which a share is replaced by others; always verified."""
+    """Guesses the true next tokens, a share of which is replaced by wrong ones. Its guesses are always verified."""
 
     truth: ClassVar[dict[tuple[int, ...], list[int]]] = {}
     wrong, vocab = 0.0, 160
@@ -76,7 +77,7 @@ def oracle(monkeypatch):
 
 @pytest.mark.parametrize(("wrong", "ahead"), [(0.0, True), (0.3, True), (0.3, False), (1.0, True)])
 def test_tokens_are_those_of_plain_decoding(model, oracle, wrong, ahead):
-    """Greedy, sampled and penalized sequences in one batch, with right, some wrong and only wrong guesses."""
+    """One batch has greedy, sampled and penalized sequences. Guesses are all right, some of them wrong, or all wrong."""
     plain = engine_of(model).generate(requests_of())
     oracle(plain, wrong)
     engine = engine_of(model, speculate=5, async_scheduling=ahead)
@@ -131,7 +132,8 @@ def test_a_model_with_learned_positions(oracle):
 
 
 def test_a_sequence_ends_among_accepted_tokens(model, oracle):
-    """By a stop token, by on_token, and at its limit; later tokens are discarded, and cached pages are right."""
+    """A sequence may end among the accepted tokens: by a stop token, by on_token, or at its limit. Later tokens are discarded,
+    and the cached pages are right."""
     ids = prompt(100)
     truth = expected(model, ids, 60)
     oracle(engine_of(model).generate([Request(ids, 60)]), 0.0)
@@ -152,7 +154,7 @@ def test_a_sequence_ends_among_accepted_tokens(model, oracle):
 
 
 def test_preemption_and_few_pages(model, oracle):
-    """A cache of 4 pages for 3 sequences of 2: guesses are verified as far as pages are free."""
+    """The cache has 4 pages for 3 sequences of 2 pages. Guesses are verified as far as there are free pages."""
     page = engine_of(model).program.cache_spec.page_bytes
     asked = [dict(prompt=prompt(100, i), limit=60, sampling=Sampling(1.0, seed=i)) for i in range(3)]
     plain = engine_of(model).generate([Request(**each) for each in asked])
@@ -164,7 +166,7 @@ def test_preemption_and_few_pages(model, oracle):
 
 
 def test_sequences_come_and_go(model, oracle):
-    """More requests than slots, some cancelled at any time, plain and verified steps in turn."""
+    """There are more requests than slots, some are cancelled at random, and steps are plain or verify guesses."""
     plain = engine_of(model).generate([Request(prompt(10 + i, i), 10 + i) for i in range(12)])
     oracle(plain, 0.5)
     engine = engine_of(model, speculate=3)
@@ -183,7 +185,8 @@ def test_sequences_come_and_go(model, oracle):
 
 
 def test_grammars_beside_guesses(model, oracle):
-    """A sequence with a grammar has one row, in steps that verify guesses of another sequence. Its mask follows its tokens."""
+    """In steps that verify guesses of another sequence, a sequence with a grammar has one row, and its mask is right at every
+    token."""
     pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
     tokenizer = json_tokenizer()
     compiler = GrammarCompiler(tokenizer, 160, [tokenizer.eos_token_id])
@@ -220,7 +223,7 @@ def test_a_failing_callback_fails_its_sequence_alone(model, oracle):
 
 
 def test_nan_after_a_guess_fails_its_sequence_alone(model, oracle):
-    """NaN logits of an accepted row fail the sequence at this token; those of a rejected row fail none."""
+    """NaN logits of an accepted row fail the sequence at that token. NaN logits of a rejected row fail nothing."""
     plain = engine_of(model).generate([Request(prompt(20, i), 30) for i in range(2)])
     oracle(plain, 0.0)
     engine = engine_of(model, speculate=3)
@@ -242,7 +245,8 @@ def test_nan_after_a_guess_fails_its_sequence_alone(model, oracle):
 
 
 def test_text_that_repeats_itself_takes_fewer_steps():
-    """Without an oracle: most random models repeat one token for ever, which is soon guessed."""
+    """Guesses are looked up in the text, without an oracle. Most random models repeat one token for ever, which is soon
+    guessed."""
     model = tiny_llama(tied=False, dtype=torch.float32).eval()
     (plain,) = engine_of(model).generate([Request(prompt(9), 100)])
     engine, steps = engine_of(model, speculate=7), 0
@@ -257,7 +261,7 @@ def test_text_that_repeats_itself_takes_fewer_steps():
 
 
 def test_random_text_is_not_slowed(model):
-    """Hardly anything is guessed, so that nearly all steps are plain ones, launched ahead."""
+    """Hardly anything is guessed in random text, so nearly all steps are plain ones, launched ahead."""
     engine = engine_of(model, speculate=7, max_length=256)
     (sequence,) = engine.generate([Request(prompt(50), 200)])
     assert tokens(sequence) == expected(model, sequence.request.prompt, 200)
@@ -266,8 +270,9 @@ def test_random_text_is_not_slowed(model):
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.5), Sampling(temperature=0.7, top_k=6)], ids=("all", "top-k"))
 def test_the_distribution_is_that_of_plain_sampling(model, oracle, sampling):
-    """The two tokens of a step with the most likely token as its guess, over many seeds: chi-squared of the 8 most likely pairs
-    and the rest. Sequences are those that begin with the most likely token, before the first guess."""
+    """Pairs of tokens have the distribution of plain sampling. A step guesses the most likely token and so samples up to two
+    tokens. Over many seeds, chi-squared compares the 8 most likely pairs and the rest. Only sequences count whose first token,
+    sampled before the first guess, is the most likely one."""
 
     def probabilities(tokens_):
         scaled = model(torch.tensor([tokens_])).logits[0, -1].detach() / sampling.temperature
@@ -294,7 +299,7 @@ def test_the_distribution_is_that_of_plain_sampling(model, oracle, sampling):
     cells = [(found[pair], count * pairs[pair]) for pair in likely]
     cells.append((count - sum(number for number, _ in cells), count * (1 - sum(pairs[pair] for pair in likely))))
     assert min(mean for _, mean in cells) > 4, cells
-    # 8 degrees of freedom: 0.1 % of right samplers exceed it. Seeds are fixed.
+    # With 8 degrees of freedom, a right sampler exceeds this in 0.1 % of all sets of seeds. The seeds here are fixed.
     assert sum((number - mean) ** 2 / mean for number, mean in cells) < 26.1, cells
 
 
@@ -328,8 +333,8 @@ def test_the_last_tokens_are_looked_up():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=20))
 def test_looking_up_as_tokens_come_is_looking_up_all(start, more):
-    """The index that grows with the sequence is that of the whole sequence; a match is the last one of its n tokens, or goes on
-    with an earlier one that is right so far."""
+    """The index that grows token by token equals an index of the whole sequence. A match is the last place with the same n
+    tokens, or continues an earlier match that has been right so far."""
     lookup = PromptLookup(start)
     for token in more:
         before = lookup._match

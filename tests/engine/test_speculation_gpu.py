@@ -62,7 +62,7 @@ def test_batch_invariant_sequences_have_the_same_bits(family, scheme, kv, monkey
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "OPT"])
 def test_greedy_tokens(family, monkeypatch):
-    """Steps of other sizes round otherwise: each token is the most likely one up to rounding."""
+    """Steps of another size round differently, so each token must be the most likely one up to rounding."""
     model = model_of(family, ends=True)
     plain = engine_of(model).generate([Request(prompt(length, length), 40) for length in (1, 77, 128, 600)])
     guess(plain, monkeypatch)
@@ -85,10 +85,10 @@ def test_after_warm_up_nothing_is_captured():
 
 
 def test_a_draft_model_in_graphs():
-    """The model in 16 bits guesses for itself in int4; after the warm-up nothing is captured."""
+    """The model has int4 weights; its draft model is the same model in 16 bits. After the warm-up nothing is captured."""
     model, draft = model_of(), model_of(scheme=None)
     engine = engine_of(model, speculate=3, draft=draft)
-    engine.speculation.draft_cost = 5.0  # as of a small one
+    engine.speculation.draft_cost = 5.0  # the cost that a small draft model has
     list(engine.warm_up())
     runners = engine._draft.decode_runner, engine._draft.prefill_runner, engine.runner.verify_runner
     captures = [runner.captures for runner in runners]
@@ -98,8 +98,8 @@ def test_a_draft_model_in_graphs():
 
 
 def times_us(layers, context):
-    """Microseconds of a step of one token, and of verified steps of 2, 4 and 8 tokens of one sequence: a model of Llama-3-8B's
-    shape in int4 with a head in 8 bits."""
+    """Returns the microseconds of a step of one token, and of verified steps of 2, 4 and 8 tokens, for one sequence. The model
+    has Llama-3-8B's shape in int4, with a head in 8 bits."""
     config = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=8192,
@@ -134,7 +134,7 @@ def times_us(layers, context):
 
 @pytest.mark.parametrize("context", [256, 1024])
 def test_how_long_a_verified_step_takes(context):
-    """Prints times for 32 layers, from those of models of 2 and 6 layers. No limit is asserted."""
+    """Prints the times for 32 layers, extrapolated from models of 2 and 6 layers. No limit is asserted."""
     few, more = times_us(2, context), times_us(6, context)
     plain, *verified = [a + (b - a) * 30 / 4 for a, b in zip(few, more, strict=True)]
     print(f"\n{torch.cuda.get_device_name()}, context {context}, us with 2 layers {few}, with 6 layers {more}")

@@ -1,4 +1,4 @@
-"""Kernels are found before their first launch. Without a GPU, engines use kernels that are only recorded."""
+"""Kernels are found before their first launch. Without a GPU, engines use kernels whose launches are only recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompt(length, seed=0):
 
 
 class Kernel(Launcher):
-    """A kernel that differs from others in its name alone; launches are recorded."""
+    """A kernel that differs from others only in its name. Its launches are recorded."""
 
     def __init__(self, name, events):
         self.name, self.events, self.kernel = name, events, None
@@ -52,7 +52,7 @@ class Kernel(Launcher):
 
 @pytest.fixture
 def recorded(model, monkeypatch):
-    """An engine with a warm-up run as on a GPU; its compilations and launches, in order; its progress."""
+    """Returns an engine with a warm-up run as on a GPU, a list of its compilations and launches in order, and its progress."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr("lowbit.engine.model_runner.machine_of", lambda device: typical_machine(90))
     events, told = [], []
@@ -68,13 +68,13 @@ def recorded(model, monkeypatch):
     engine.runner.warm_up_run = WarmUpRun(
         engine.program, engine.decode_runner, engine.prefill_runner, None, None, 4, engine.max_length
     )
-    engine.mixed_runner.takes = lambda chunks, rows: False  # on a GPU graphs alone compute steps with prompts
+    engine.mixed_runner.takes = lambda chunks, rows: False  # mixed steps are refused, since only graphs compute them, on a GPU
     program = engine.program
     step, prompts, logits = program.step, program.prompt, program.logits
 
     def stepping(rows, slots, longest):
         Kernel(f"step {engine.decode_runner.variant(len(rows), False, longest)[::2]}", events)()
-        stepping.inside = True  # a step computes its own head, with as many rows as the part
+        stepping.inside = True  # a step computes its own head, which has as many rows as the step
         made = step(rows, slots, longest)
         stepping.inside = False
         return made
@@ -102,7 +102,8 @@ def some_requests():
 
 
 def test_kernels_are_compiled_before_their_first_launch(recorded):
-    """Those of a prompt and of the step after it at once; a part that ran once is not run again."""
+    """The kernels of a prompt and of the step after it are compiled together, before the first launch. A part that ran once is
+    not run again."""
     engine, events, told = recorded
     first = engine.generate([Request(prompt(9), 5)])[0]
     names = [name for what, name in events if what == "compiled"]
@@ -131,7 +132,7 @@ def test_after_a_warm_up_nothing_is_compiled(recorded):
 
 
 def test_steps_with_more_prompt_tokens_than_a_sequence_may_have(recorded):
-    """Kernels are chosen for all prompt tokens of a step."""
+    """Kernels are chosen for all prompt tokens of a step, of which there may be more than one sequence may have."""
     engine = recorded[0]
     prompts = engine.prefill_runner = PrefillRunner(engine.program, engine.slots, 4 * 100)
     warm_up_run = WarmUpRun(engine.program, engine.decode_runner, prompts, None, None, 4, 100)
@@ -141,7 +142,7 @@ def test_steps_with_more_prompt_tokens_than_a_sequence_may_have(recorded):
 
 
 def test_steps_with_more_sequences_than_a_graph_has(model):
-    """They are recorded as they are launched: in parts, each with its own number of tokens."""
+    """With graphs, such a step is launched in parts, and each part is recorded with its own number of tokens."""
     engine = Engine(model, max_concurrent=40, chunk_tokens=256, cache_bytes=1 << 24)
     chunks = [PrefillChunk(Sequence(Request([3] * 6, 1)), 0, (3,) * 6, False) for _ in range(40)]
     for graphs, expected in ((object(), [192, 64]), (None, [256])):
@@ -153,7 +154,8 @@ def test_steps_with_more_sequences_than_a_graph_has(model):
 
 
 def test_steps_with_guesses_are_recorded(model, monkeypatch):
-    """Each size of a verified step; a dry run changes no slot. Nothing is left to record when such a step is scheduled."""
+    """Verified steps of every size are recorded, and the dry run changes no slot. When such a step is scheduled, nothing is
+    left to record."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     engine = Engine(model, max_concurrent=4, chunk_tokens=256, cache_bytes=1 << 24, speculate=3)
     runners = engine.decode_runner, engine.prefill_runner, engine.runner.verify_runner
@@ -171,7 +173,7 @@ def test_steps_with_guesses_are_recorded(model, monkeypatch):
 
 
 def test_steps_with_prompts_are_recorded(model, monkeypatch):
-    """A forward of each graph's size, in the dummy slot; sampling of the decoding sequences is a part of its own."""
+    """A forward of each graph's size is recorded, in the dummy slot. Sampling for the decoding sequences is a separate part."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     engine = Engine(model, max_concurrent=20, chunk_tokens=128, cache_bytes=1 << 24)
     mixed = MixedRunner(engine.program, engine.slots, 128, 20, graphs=object(), invariant=False)
@@ -190,7 +192,7 @@ def test_steps_with_prompts_are_recorded(model, monkeypatch):
 
 
 def test_a_failed_compilation_does_not_fail_the_step(recorded, monkeypatch):
-    """The launch raises the error again if it needs the kernel; here it does not."""
+    """If a compilation fails, the step runs. Only a launch of that kernel would raise the error again; this step has none."""
     engine, _, _ = recorded
 
     asked = []

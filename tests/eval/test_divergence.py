@@ -17,7 +17,7 @@ from tests.tiny import tiny_llama
 
 P = [[1 / 2, 1 / 4, 1 / 4], [1 / 8, 1 / 8, 3 / 4], [1 / 3, 1 / 3, 1 / 3]]
 Q = [[1 / 4, 1 / 2, 1 / 4], [1 / 4, 1 / 4, 1 / 2], [1 / 3, 1 / 3, 1 / 3]]
-# Sum of p ln(p / q), row by row.
+# Sums of p ln(p / q), one for each row.
 KL = [math.log(2) / 4, 0.75 * math.log(1.5) - 0.25 * math.log(2), 0.0]
 
 

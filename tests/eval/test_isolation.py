@@ -1,4 +1,5 @@
-"""Programs that try to escape their isolation change nothing outside it, and leave nothing when their parent process ends."""
+"""Programs that try to escape their isolation change nothing outside it. When their parent process ends, nothing of them
+remains."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ def test_every_escape_is_refused(file, isolation):
     paths = (file, file.parent, Path(os.devnull), Path(sys.executable).resolve())
     before = [state(path) for path in paths]
     outcome = attempt(ESCAPES, file, isolation)
-    if not outcome.passed:  # names the escape that succeeded
+    if not outcome.passed:  # the output names the escape that succeeded
         assert [name for name in ESCAPES if not attempt([name], file, isolation).passed] == []
     assert outcome.passed, outcome.reason
     assert [state(path) for path in paths] == before

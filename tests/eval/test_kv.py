@@ -1,4 +1,5 @@
-"""Keys and values in few bits under Transformers' forward: what the engine's pages hold, and nothing else changes."""
+"""Keys and values in few bits under Transformers' forward. Attention reads what the engine's pages hold, and nothing else
+changes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def logits_of(model, ids):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "lowbit"])
 @pytest.mark.parametrize("kv", NARROW)
 def test_attention_reads_stored_rows(implementation, kv):
-    """A layer's attention output is that of its own function over quantized rows; afterwards the model computes as before."""
+    """Attention of a layer equals its own function over quantized rows. Afterwards the model computes as before."""
     model, scheme, ids = eager_llama(), parse_kv(kv), ids_of(40)
     model.set_attn_implementation(implementation)
     before, seen = logits_of(model, ids), []
@@ -69,7 +70,8 @@ def test_sixteen_bits_change_nothing():
 
 @pytest.mark.parametrize("kv", NARROW)
 def test_the_engine_generates_the_most_likely_tokens(kv):
-    """Prompt and steps of an engine with pages of the format, against the forward over stored rows: the same greedy tokens."""
+    """An engine with pages of the format computes a prompt and steps. Its greedy tokens are those of the forward over stored
+    rows."""
     model, scheme = eager_llama(), parse_kv(kv)
     prompts = [ids_of(count, count) for count in (1, 30, 150)]
     sequences = Engine(eager_llama(), max_concurrent=3, cache_bytes=1 << 24, kv=kv).generate(
@@ -80,14 +82,14 @@ def test_the_engine_generates_the_most_likely_tokens(kv):
         whole = torch.cat([prompt, tokens])
         with stored_kv(model, scheme):
             narrow = logits_of(model, whole)[len(prompt) - 1 : -1]
-        # Sums of another order change a code now and then, and with it logits by more than rounding does.
+        # Another order of sums changes a code now and then. The logits then change by more than rounding.
         chosen = narrow.gather(1, tokens[:, None])[:, 0]
         assert (narrow.amax(1) - chosen < 0.02 * narrow.abs().amax(1)).all()
         assert (narrow.argmax(1) == tokens).float().mean() >= 0.95
 
 
 def test_generate_reads_stored_rows_of_its_cache():
-    """Greedy tokens of Transformers' `generate`, with its cache, are those of whole forwards."""
+    """Greedy tokens of Transformers' `generate`, which uses a cache, are those of whole forwards without a cache."""
     model, prompt = eager_llama(), ids_of(20)
     with stored_kv(model, parse_kv("int4")):
         made = model.generate(
@@ -108,7 +110,7 @@ def test_more_bits_are_nearer():
 
 
 def test_schemes_are_told_apart():
-    """Also those that differ in rotation alone, in any order of use."""
+    """Schemes that differ only in rotation are distinguished, in any order of use."""
     model, ids = eager_llama(), ids_of(30)
     found = []
     for kv in ("int4", "int4-plain", "int4"):

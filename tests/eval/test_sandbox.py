@@ -12,7 +12,7 @@ from lowbit.eval.sandbox import UNSAFE, Limits, choose_isolation, run_untrusted
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="generated code runs only on Linux")
 
-FAST, PATIENT = Limits(seconds=1.0), Limits(seconds=20.0)  # endless programs; others, even on a busy machine
+FAST, PATIENT = Limits(seconds=1.0), Limits(seconds=20.0)  # for programs that never end; for all others, even on a busy machine
 WRITES_TO_ALL_FILES = """
 import os
 for channel in range(3, 64):

@@ -329,7 +329,8 @@ def test_the_gate(tmp_path, models, suite):
     options += ["--suite", "text", "--out", tmp_path / "o"] if suite else []
     for bound, code in (("100", 0), ("0", 1)):
         (tmp_path / "r.json").unlink(missing_ok=True)
-        compared = (q4, fp16) if suite else (fp16, q4)  # random weights: rounding happens to make the text more likely
+        # the weights are random, and in this text rounding happens to make the tokens more likely
+        compared = (q4, fp16) if suite else (fp16, q4)
         arguments = ["eval", compared[0], "--reference", compared[1], "--gate", bound, *options]
         result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "400"})
         assert result.exit_code == code and (tmp_path / "r.json").is_file(), result.output

@@ -1,9 +1,10 @@
-"""Launches products of an exported library with tests/export/driver.c as the driver; run as a program, without torch.
+"""Launches products of an exported library with tests/export/driver.c instead of CUDA's driver. Runs as a program, without
+torch.
 
     python launches.py FOLDER DESCRIPTION
 
-DESCRIPTION is JSON: the sizes of parameters of each cubin, and the calls of lowbit_multiply, or none to open the library alone.
-The driver prints each launch; the last line is the error of the last function, or "ok".
+DESCRIPTION is JSON: the sizes of parameters of each cubin, and the calls of lowbit_multiply. Without calls, the library is only
+opened. The driver prints each launch. The last line is the error of the last function, or "ok".
 """
 
 from __future__ import annotations

@@ -36,11 +36,11 @@ pytestmark = pytest.mark.skipif(
 
 HERE = Path(__file__).parent
 FORMS = {"channels": 0, "divided": 1, "groups": 1, "subnormal": 2}
-"""Numbers of the forms in C; it stores scales of groups "divided" where Python may leave them as they are."""
+"""Numbers of the forms in C. C stores group scales as "divided", where Python may also keep them unchanged ("groups")."""
 
 
 def built(folder: Path, *targets: str) -> Path:
-    # Not a part of the `make` that may run the tests.
+    # `make` must run as if it were not called from a `make` that runs the tests.
     environment = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "MFLAGS"}
     command = ["make", "-C", str(folder), *targets]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -83,7 +83,8 @@ def quantized_in_c(library, w: torch.Tensor, scheme: str) -> QuantTensor:
 def packed_in_c(library, codes, scale, zero, shape) -> tuple[torch.Tensor, int]:
     size, form = library.lowbit_weight_bytes(*shape), ctypes.c_int(-1)
     packed = torch.full((size,), 0xA5, dtype=torch.uint8)
-    kept = [None if t is None else t.float().contiguous() for t in (scale, zero)]  # memory that C reads
+    # variables keep the memory alive that C reads
+    kept = [None if t is None else t.float().contiguous() for t in (scale, zero)]
     given = [pointer(t) for t in kept]
     error = library.lowbit_pack(pointer(codes), *given, *shape, pointer(packed), ctypes.byref(form))
     assert error == 0, library.lowbit_message()
@@ -91,7 +92,8 @@ def packed_in_c(library, codes, scale, zero, shape) -> tuple[torch.Tensor, int]:
 
 
 def assert_packed(packed: torch.Tensor, form: int, q: QuantTensor) -> None:
-    """C's bytes are the tensors of `FragmentWeight.pack`, each from a multiple of 256 bytes on, with zeros between them."""
+    """C's bytes are the tensors of `FragmentWeight.pack`. Each starts at a multiple of 256 bytes, and zeros are between
+    them."""
     kind = scaling_of(q)
     assert form == FORMS[kind]
     expected = FragmentWeight.pack(q, scaling="divided" if kind == "groups" else kind)
@@ -108,7 +110,7 @@ def assert_packed(packed: torch.Tensor, form: int, q: QuantTensor) -> None:
 
 
 def weights(n: int, k: int) -> torch.Tensor:
-    """Normal weights with an outlier, rows of zeros, small and large rows."""
+    """Normal weights with an outlier, rows of zeros, and rows of small and of large values."""
     w = torch.randn(n, k) * 0.03
     w[1], w[2], w[3] = 0, w[2] * 1e-3, w[3] * 300
     w[0, 5] = 1.5
@@ -143,7 +145,8 @@ def test_rounds_and_packs_as_lowbit_does(scheme, shape, dtype, tmp_path):
     library, parsed = packing_library(tmp_path / "c", scheme, shape, dtype), parse_scheme(scheme)
     w = weights(*shape)
     ours = quantized_in_c(library, w, scheme)
-    # fp16 cannot hold the scales of the rows of tiny weights as normal numbers, where C keeps all digits.
+    # fp16 cannot hold the scales of rows of tiny weights as normal numbers. C keeps all their digits, so these rows are not
+    # compared.
     of_rows = rtn(w, scheme, scale_type=scale_dtype(parsed, stored=dtype))
     normal = (of_rows.scale.float() >= 2.0**-14).expand(of_rows.scale.shape)
     assert torch.equal(ours.scale[normal], of_rows.scale.float()[normal])
@@ -160,7 +163,8 @@ def test_rounds_and_packs_as_lowbit_does(scheme, shape, dtype, tmp_path):
 
 
 def as_stored(q: QuantTensor, parsed, dtype: torch.dtype) -> QuantTensor:
-    """Scales in bf16 where the library stores bf16, else in float32, which `FragmentWeight.pack` rounds to fp16."""
+    """Returns the weight as the library stores it. Scales are in bf16 if the library stores bf16. Otherwise they are in
+    float32, which `FragmentWeight.pack` rounds to fp16."""
     half = scale_dtype(parsed, stored=dtype)
     scale = q.scale.to(half) if half == torch.bfloat16 else q.scale
     zero = q.zero.to(scale.dtype) if parsed.zero.value == "fz" else q.zero
@@ -170,7 +174,8 @@ def as_stored(q: QuantTensor, parsed, dtype: torch.dtype) -> QuantTensor:
 @pytest.mark.parametrize("least", [2.0**-7, 2.0**-8, 2.0**-20])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_packs_scales_of_every_size(least, dtype, tmp_path):
-    """Codes count as subnormal numbers unless a scale is less than 2^-7 of its row's largest; zero scales never decide."""
+    """Codes are packed as subnormal numbers, unless a scale is less than 2^-7 of its row's largest. Scales of zero do not
+    count."""
     scheme, shape = "w4a16_g32", (48, 256)
     library, parsed = packing_library(tmp_path / "c", scheme, shape, dtype), parse_scheme(scheme)
     codes = torch.randint(0, 16, shape, dtype=torch.uint8)
@@ -213,8 +218,8 @@ CASES = {
     "w6e3m2a16": ((2560, 2560), torch.float16, ("h100",)),
     "w4a16_g64_z": ((1536, 1024), torch.bfloat16, ("a100",)),
 }
-"""Scheme -> shape, type of x and GPUs of a library: two forms and tails; two planes of codes, no scales of groups and stream-K;
-zero points, and split K on an A100."""
+"""Scheme -> (shape, dtype of x, GPUs) of a library. The first has two forms and tails. The second has two planes of codes, no
+group scales, and stream-K. The third has zero points, and split-K on an A100."""
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +255,7 @@ class ChosenLaunch(ctypes.Structure):
 
 
 def python_launch(scheme, gpu, m):
-    """The launch of a product as Python makes it, in the last form of the scheme."""
+    """Returns the launch of a product as Python makes it, in the last form of the scheme."""
     parsed, (shape, dtype, _) = parse_scheme(scheme), CASES[scheme]
     number, form = [*forms_of(parsed, dtype).items()][-1]
     with simulated_gpu(GPUS[gpu]) as device:
@@ -273,7 +278,8 @@ def test_chooses_as_lowbit_does_for_every_m(exported, scheme, gpu):
         assert library.lowbit_choose(product, number, m, *shape, ctypes.byref(launch)) == 0
         tile = choose(GemmShape(m, *shape, parsed.weight.bits), machine)
         assert launch.tile.decode() == str(tile)
-        if tile not in tiles or m % 89 == 0 or m == MOST_ROWS:  # a plan takes milliseconds
+        # plans are compared for some m only, since a plan takes milliseconds
+        if tile not in tiles or m % 89 == 0 or m == MOST_ROWS:
             plan = python_launch(scheme, gpu, m).plan
             assert (tuple(launch.grid), (launch.sums, launch.counters)) == (plan.launch.grid, plan.workspace), (m, tile)
         tiles.add(tile)
@@ -377,7 +383,7 @@ def expected_parameters(arguments, addresses) -> list[bytes]:
                 {torch.int32: 3, torch.float16: 6, torch.bfloat16: 9}[value.base.dtype],
                 {0: 0, 32: 1, 64: 2, 128: 3}[width],
             )
-            box = min(value.block_shape[1], width // size or columns)  # a copy has at most one width of the swizzle
+            box = min(value.block_shape[1], width // size or columns)  # one copy is at most as wide as the swizzle
             encoded = (addresses[name[0]], kind, columns, rows, stride * size, box, value.block_shape[0], swizzle, *[0] * 8)
             found += [struct.pack("<16Q", *encoded), struct.pack("<2i2q", rows, columns, *value.strides)]
         elif isinstance(value, float):
@@ -441,7 +447,7 @@ def test_finds_its_gpu_or_says_what_it_has(exported, tmp_path):
 
 
 def test_the_driver_is_that_of_cuda(tmp_path):
-    """Sizes, offsets and numbers of driver.h are those of cuda.h, which Triton brings."""
+    """Sizes, offsets and numbers in driver.h are those of cuda.h, which comes with Triton."""
     from triton.backends.nvidia import driver
 
     (include,) = driver.include_dirs

@@ -40,7 +40,7 @@ def test_kernels_are_those_of_a_folder(tmp_path):
 
     config, stored = config_of(SMALL), config_of(SMALL)
     config.vocab_size = stored.vocab_size = 512
-    AutoModelForCausalLM.from_config(stored).save_pretrained(tmp_path)  # which changes its configuration
+    AutoModelForCausalLM.from_config(stored).save_pretrained(tmp_path)  # saving changes the configuration, hence two
     tiny_tokenizer().save_pretrained(tmp_path)
     for gpu in ("h200", "a100"):
         options = {"scheme": "w4a16_g64", "max_concurrent": 4}

@@ -1,4 +1,5 @@
-"""Encoding: exact on representable values, nearest otherwise, ties to even; special values as documented in the module."""
+"""Encoding is exact on representable values, and otherwise takes the nearest value, ties to even. Special values are encoded as
+the module documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definitions of convolutions of codes: the table of storages, and specs that describe everything but the values."""
+"""Definitions of convolutions of codes: the table of storages, and specs, which describe everything except the values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of experts: stacked bit for bit, and refused where experts differ."""
+"""The weights of experts are stacked bit for bit. Experts that differ in more than their values are refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_experts_that_differ_are_refused():
 
 
 def test_scales_of_all_experts_have_one_type():
-    """fp16 does not hold the scales of tiny weights; then those of other experts are bf16 as well, with the nearest codes."""
+    """fp16 cannot hold the scales of tiny weights. If one expert has such scales, those of all experts are bf16, with the
+    nearest codes for them."""
     stacked = weights()
     stacked[1] *= 1e-7
     scheme = parse_scheme("w4a16_g24")

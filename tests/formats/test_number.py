@@ -1,4 +1,4 @@
-"""Formats against independent facts: exact fractions, torch's fp8 types, the tables of the papers."""
+"""Formats are compared with independent facts: exact fractions, torch's fp8 types, the tables of the papers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The parts of a weight for tensor-parallel ranks: together they are the whole weight, and their products add up to its
-product.
-"""
+"""The parts of a weight for tensor-parallel ranks. Together they are the whole weight, and their products add up to its
+product."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def test_parts_of_rows_are_rows_of_the_whole(name, ranks):
     q = matrix(name, low_rank=3, order=True, factors=True)
     held = [rows_of(q, [part_range(96, 96 // ranks, rank, ranks)]) for rank in range(ranks)]
     assert torch.equal(torch.cat([weights(part) for part in held]), weights(q))
-    assert len({part.scheme for part in held}) == 1 or "_b" in name  # only the last rank has the end of a block
+    assert len({part.scheme for part in held}) == 1 or "_b" in name  # with blocks, the last rank may have a partial one
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -122,7 +122,7 @@ def check(case):
 
 
 def _choose(file):
-    """A damaged tile file gives a warning, or acts like no file."""
+    """A damaged tile file gives a warning, or has no effect."""
     tuned.forget()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

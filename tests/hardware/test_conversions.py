@@ -89,7 +89,7 @@ def test_known_constants():
 
 
 def test_cost_of_int4_is_that_of_the_source():
-    """8 codes: 4 LOP3, 1 shift, 2 subtractions, 2 fused multiply-adds."""
+    """Eight codes take 4 LOP3, 1 shift, 2 subtractions and 2 fused multiply-adds, as in the source."""
     c = conversion(int_format(4), "fp16")
     assert (c.registers, c.program.count("integer"), c.program.count("half")) == (4, 5, 4)
 
@@ -106,8 +106,8 @@ def test_integer_instructions_per_weight(name):
     """At full memory bandwidth an SM of an H200 receives 158 bits of codes per clock and has 64 integer lanes (docs/log). The
     conversions must keep up.
 
-    Float formats to bf16 exceed the budget, as exponents move and the sign does not. Left shifts run as multiplications on
-    another pipe, which mostly compensates.
+    Conversions of floats to bf16 exceed the budget, since the exponent has to move and the sign has not. Left shifts run as
+    multiplications on another pipe, which mostly compensates for that.
     """
     for dtype, budget in zip(("fp16", "bf16"), BUDGET[name], strict=True):
         c = conversion(number_format(name), dtype)
@@ -173,9 +173,9 @@ def test_ptxas_takes_every_program(tmp_path, sm):
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("bits", range(2, 8))
 def test_codes_as_subnormal_numbers_make_the_same_weights(bits, dtype):
-    """A masked code is code * 2^up times the dtype's smallest number. Times (scale * 2^-up), minus offset * scale, rounded
-    once, it has the same bits as the exact (code - offset) times the scale. Holds for scales down to 1/32 of the largest.
-    """
+    """Codes can be used as subnormal numbers. A masked code is code * 2^up times the dtype's smallest number. It is multiplied
+    by (scale * 2^-up), minus offset * scale, and rounded once. The result has the same bits as the exact (code - offset) times
+    the scale, for scales down to 1/32 of the largest."""
     fmt, rng, least = number_format(f"int{bits}"), np.random.default_rng(bits), {"fp16": 24, "bf16": 133}[dtype]
     masked, whole = subnormal_codes(fmt, dtype), conversion(fmt, dtype)
     words = rng.integers(0, 1 << 32, (masked.fields.words, 1 << 15), dtype=np.uint64).astype(np.uint32)

@@ -62,7 +62,8 @@ def forget():
 
 
 def test_the_gpu_in_hand_is_asked(monkeypatch):
-    """The properties of the present GPU count: an H100 PCIe is sm_90 like an H200, but has 114 SMs and slower memory."""
+    """The properties of the present GPU count, not those of its architecture: an H100 PCIe is sm_90 like an H200, but has 114
+    SMs and slower memory."""
     found = gpu(monkeypatch, "NVIDIA H100 PCIe", 90, memory_clock_rate=1593000, memory_bus_width=5120)
     found.multi_processor_count = 114
     machine = machine_of("cuda")
@@ -84,9 +85,8 @@ def test_a_build_that_does_not_tell_the_memory_clock(monkeypatch):
 
 
 def test_the_choice_of_tile_sees_the_number_of_sms():
-    """One wave of tiles on 132 SMs is two on 66, and the cost model must reflect it. Measured tiles apply only to the GPU they
-    were measured on.
-    """
+    """One wave of tiles on 132 SMs is two waves on 66 SMs, and the cost model must reflect that. Measured tiles are used only
+    on the GPU on which they were measured."""
     h200 = typical_machine(90)
     half = replace(h200, product="half", sm_count=66)
     shape = GemmShape(128, 6144, 4096, 4)

@@ -64,7 +64,7 @@ def b_k64(g: int, t: int, i: int) -> tuple[int, int]:
 
 
 def c_any(g: int, t: int, i: int) -> tuple[int, int]:
-    """(row, col) of accumulator element i, for all shapes; i continues through the blocks of 8 columns."""
+    """Returns (row, col) of accumulator element i, for all shapes. i continues through the blocks of 8 columns."""
     return (g if i % 4 < 2 else g + 8), t * 2 + (i & 1) + 8 * (i // 4)
 
 

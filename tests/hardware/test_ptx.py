@@ -87,8 +87,8 @@ def test_arithmetic_equals_torch(operation, dtype):
     kind = torch.float16 if dtype == "fp16" else torch.bfloat16
     x, y = (torch.from_numpy(w.view(np.int16).copy()).view(kind).double() for w in (a, b))
     exact = {"add": x + y, "sub": x - y, "mul": x * y}[operation]
-    # float64 holds products of 16-bit floats exactly, and sums too, unless the terms are far apart; then double rounding is
-    # harmless.
+    # float64 holds products of 16-bit floats exactly. It also holds sums exactly, unless the terms are far apart. Rounding
+    # twice is harmless then.
     expected = exact.float().to(kind) if operation == "mul" and dtype == "bf16" else exact.to(kind)
     got = torch.from_numpy(got.view(np.int16).copy())
     nan = expected.isnan()

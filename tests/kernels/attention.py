@@ -108,8 +108,8 @@ def make_case(
 
 
 def several_tokens(case: Case, counts: list[int], seed=0) -> Case:
-    """The case with the last `counts[i]` tokens of slot i, its new one included, as rows, and with positions of rows. Their
-    old keys and values are NaN. Padding rows stay."""
+    """Returns the case with several rows for each slot: its last `counts[i]` tokens, the new one included. Their old keys and
+    values become NaN. Padding rows stay."""
     last = case.positions[: len(counts)].cpu()
     slots = [slot for slot, count in enumerate(counts) for _ in range(count)]
     positions = [int(last[slot]) - counts[slot] + 1 + i for slot, count in enumerate(counts) for i in range(count)]
@@ -117,7 +117,7 @@ def several_tokens(case: Case, counts: list[int], seed=0) -> Case:
         page = case.tables[slot, position // PAGE].long()
         for t in case.pages.tensors if case.pages.scheme.quantized else (case.pages.k, case.pages.v):
             if t.is_floating_point():
-                t[page, :, position % PAGE] = torch.nan  # scales of packed pages, which are enough
+                t[page, :, position % PAGE] = torch.nan  # in packed pages, NaN in the scales is enough
     padding = (case.rows == len(case.positions) - 1).sum().item()
     slots, positions = slots + [len(case.positions) - 1] * padding, positions + [0] * padding
     random = torch.Generator().manual_seed(seed)
@@ -127,7 +127,8 @@ def several_tokens(case: Case, counts: list[int], seed=0) -> Case:
 
 
 def one_by_one(case: Case, slots: int, run: Callable[[Case], Tensor]) -> Tensor:
-    """The output of the rows of `several_tokens`, computed as steps of one new token per slot; changes the case's pages."""
+    """Returns the output of the rows of `several_tokens`, computed as steps of one new token for each slot. Changes the case's
+    pages."""
     out = torch.zeros(len(case.rows), case.shape.heads * case.shape.head_dim, dtype=case.qkv.dtype, device=case.qkv.device)
     left = [row for row, slot in enumerate(case.rows.tolist()) if slot < slots]
     while left:
@@ -142,7 +143,7 @@ def one_by_one(case: Case, slots: int, run: Callable[[Case], Tensor]) -> Tensor:
 
 
 def with_task(plan: Any, task: DecodeTask) -> Any:
-    """The plan of a decode step, so that its only launch is the one of `task`."""
+    """Changes the plan of a decode step so that it makes only the launch of `task`."""
     if task is DecodeTask.APPEND:
         plan.launch, plan.config = plan.append, plan.append_config
     plan.append = None
@@ -187,7 +188,7 @@ def compare_packed(case: Case, given: Case, out: Tensor, real: int | None = None
     append_reference(given.qkv, expected, *state)
     (k, v), (of_k, of_v) = (pages.read(*where, torch.float64) for pages in (case.pages, expected))
     assert torch.equal(v, of_v)
-    # A rounding of RoPE to 16 bits that differs may change the scale and codes by one.
+    # A different rounding of RoPE to 16 bits may change the scale, and codes by one.
     step = {"fp8": 1 / 16, "int8": 1 / 127, "int4": 1 / 7.5}[case.pages.scheme.k.name] * of_k.abs().amax(-1, keepdim=True)
     width = case.shape.head_dim**0.5 if case.pages.scheme.k.rotated else 1
     assert ((k - of_k).abs() <= step * width + 1e-6).all() and (k - of_k).norm() < 0.1 * of_k.norm()

@@ -14,7 +14,8 @@ def meta(shape, dtype):
 
 
 def mixed_call(shape, dtype, group, scale_dtype):
-    """16-bit x, codes of `shape.bits` bits in fragment order, group scales, channel scales, bias, two workspaces."""
+    """x has 16 bits. The weight has codes of `shape.bits` bits in fragment order, group scales and channel scales. Then bias
+    and two workspaces."""
     codes = meta((shape.row_blocks, shape.steps(64) * 32 * shape.bits), torch.int32)
     scale = meta((shape.row_blocks, shape.k), scale_dtype) if group else None
     channels = meta((shape.n,), torch.float32), meta((shape.n,), dtype)
@@ -22,7 +23,8 @@ def mixed_call(shape, dtype, group, scale_dtype):
 
 
 def scaled_call(scheme, m, n, k, *, x_scale="token", x_zero=False, bias=torch.bfloat16, codes_of_y=False):
-    """8-bit x with its scale and zero, the scheme's codes, scales, sums of the rows of w, bias, workspaces, scale of y."""
+    """x has 8 bits, a scale and a zero. The weight has the scheme's codes, scales and sums of its rows. Then bias, workspaces
+    and the scale of y."""
     parsed = parse_scheme(scheme)
     float32, groups = torch.float32, -(-k // 128)
     narrow, blocks = parsed.weight.bits < 8, isinstance(parsed.granularity, PerBlock)
@@ -40,9 +42,8 @@ def scaled_call(scheme, m, n, k, *, x_scale="token", x_zero=False, bias=torch.bf
 
 
 def expert_call(shape, dtype, form):
-    """x; the experts' codes, group scales, channel scales and biases; the tiles and their number; the order of slots; router
-    weights.
-    """
+    """x; codes, group scales, channel scales and biases of the experts; the tiles, and their number; the order of slots; router
+    weights."""
     scale_dtype = torch.bfloat16 if form.scale_dtype == "bf16" else torch.float16
     scale, pair = None, 2 if form.zero == "none" else 4
     if form.group:

@@ -19,9 +19,8 @@ from tests.kernels import sass
 
 
 def digest(code: sass.Compiled) -> str:
-    """A digest of the instructions in order, with their addresses. Each kernel is disassembled alone, so addresses start at
-    0.
-    """
+    """Returns a digest of the instructions in order, with their addresses. Each kernel is disassembled alone, so that addresses
+    start at 0."""
     return hashlib.sha256(code.text.encode()).hexdigest()[:16]
 
 

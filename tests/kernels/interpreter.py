@@ -17,7 +17,8 @@ def interpreted(*checks: Callable[[], None]) -> None:
     """Calls functions of one test file in a process where all kernels are interpreted."""
     (module,) = {check.__module__ for check in checks}
     calls = "; ".join(f"tests.{check.__name__}()" for check in checks)
-    # torch imports the last one when it first compares two tensors, which takes two thirds of a second.
+    # Importing this here saves time: torch would import it when it first compares two tensors, which takes two thirds of a
+    # second.
     imported = ("torch", "triton.experimental.gluon", "lowbit.ops", "tests.kernels.sass", "torch.distributed.tensor")
     code = f"from tests.kernels.interpreter import hurry; hurry(); import {module} as tests; {calls}"
     forked(code, imported=imported, TRITON_INTERPRET="1")

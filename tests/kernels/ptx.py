@@ -1,9 +1,9 @@
 """Executes a kernel's PTX without a GPU, in NumPy: all threads of a block at once, block after block.
 
-It knowsthe instructions that Gluon kernels of this library compile to, and raises NotImplementedError for others. Every access
-to memory is checked: global addresses lie in the tensors of the call, shared addresses in the block's memory. Threads run in
-lockstep, so branches must be uniform and a missing barrier is not found. Sums of products of tensor cores are exact and rounded
-once. Source of the semantics: PTX ISA.
+It knows the instructions to which the Gluon kernels of this library compile, and raises NotImplementedError for others. Every
+access to memory is checked: global addresses must lie in the tensors of the call, shared addresses in the block's memory.
+Threads run in lockstep, so branches must be uniform, and missing barriers are not found. Sums of products of tensor cores are
+exact and rounded once. Source of the semantics: PTX ISA.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Block:
         elif re.fullmatch(r"-?(0x)?[0-9a-fA-F]+U?", operand):
             value = int(operand.rstrip("U"), 0) & 0xFFFFFFFFFFFFFFFF
         else:
-            value = 0  # a register that nothing has written
+            value = 0  # the register has not been written yet
         return np.full(self.threads, value, np.uint64)
 
     def value(self, operand, kind: str) -> np.ndarray:
@@ -283,6 +283,9 @@ class Block:
         if "wide" in step.parts:
             a, b = (self.value(each, kind).astype(_dtype(_wider(kind))) for each in step.operands[1:])
             self.write(step.operands[0], a * b, mask)
+        elif "hi" in step.parts:
+            a, b = (self.value(each, kind).astype(_dtype(_wider(kind))) for each in step.operands[1:])
+            self.write(step.operands[0], (a * b >> _dtype(kind).itemsize * 8).astype(_dtype(kind)), mask)
         else:
             self._simple(step, mask, np.multiply)
 
@@ -420,6 +423,14 @@ class Block:
         lanes = self.value(apart, "u32")
         assert (lanes == lanes[0]).all() and lanes[0] < 32
         self.write(dest, self.value(source, "u32")[np.arange(self.threads) ^ int(lanes[0])], mask)
+
+    def _redux(self, step, mask):
+        assert step.parts[2] == "max" and mask.all()
+        dest, source, _ = step.operands
+        self.write(dest, np.repeat(self.value(source, step.parts[-1]).reshape(-1, 32).max(axis=1), 32), mask)
+
+    def _prefetch(self, step, mask):
+        self.memory.load(self.address(step.operands[0]), 16, mask)  # it must be in a tensor
 
     def _halves(self, names) -> np.ndarray:
         """Halves [warps, lanes, registers, 2] as float64."""

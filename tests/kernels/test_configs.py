@@ -16,7 +16,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit import kernels
 from lowbit.kernels.choose.attention import AttentionShape, DecodeTile
-from lowbit.kernels.choose.conv import block_tile, pair_tile
+from lowbit.kernels.choose.conv import block_tile, deep_block_tile
 from lowbit.kernels.choose.decode_step import StepShape, StepTable, UnitForm
 from lowbit.kernels.elementwise.append import Append
 from lowbit.kernels.elementwise.gather_kv import GatherKv
@@ -34,13 +34,14 @@ from lowbit.kernels.sm80.expert_large_m_gemm import ExpertMmaGemm
 from lowbit.kernels.sm80.expert_scaled_gemm import ExpertScaledGemm
 from lowbit.kernels.sm80.expert_small_m_gemm import ExpertRingGemm, TaskRing
 from lowbit.kernels.sm80.large_m_gemm import MmaGemm
+from lowbit.kernels.sm80.lora_sums import LoraSums
 from lowbit.kernels.sm80.packed_attention import PackedAttention
 from lowbit.kernels.sm80.paged_attention import PagedAttention
 from lowbit.kernels.sm80.scaled_gemm import PlainGemm
 from lowbit.kernels.sm80.small_m_gemm import RingGemm
 from lowbit.kernels.sm90.conv_block import BlockConv
 from lowbit.kernels.sm90.conv_deep import DeepConv
-from lowbit.kernels.sm90.conv_pair import PairConv
+from lowbit.kernels.sm90.conv_deep_block import DeepBlockConv
 from lowbit.kernels.sm90.conv_strip import StripConv
 from lowbit.kernels.sm90.decode_step import DecodeStep, ProductForm
 from lowbit.kernels.sm90.expert_large_m_gemm import ExpertWgmmaGemm
@@ -48,7 +49,7 @@ from lowbit.kernels.sm90.large_m_gemm import WgmmaGemm
 from lowbit.kernels.sm90.scaled_gemm import ScaledGemm
 from lowbit.kernels.sm90.stem_pool import StemPool
 from lowbit.kernels.sm90.sub_byte_scaled_gemm import NarrowGemm
-from lowbit.pack.conv_pair import PairLayout
+from lowbit.pack.conv_deep_block import DeepBlockLayout
 
 HALF = torch.float16
 HEADS = AttentionShape(32, 8, 128, 0.1, 128)
@@ -57,7 +58,7 @@ CONFIGS = [
     StripConv("u4", "s8", None, True, 2, 64, 32, 9, rows=256),
     DeepConv("u4", "s8", None, True, 2, 128, 64, 4),
     BlockConv(**vars(block_tile("u4", 56, 64, False))),
-    PairConv(**vars(pair_tile(PairLayout("u4", 512, 2048, 0), 0, 4))),
+    DeepBlockConv(**vars(deep_block_tile(DeepBlockLayout("u4", 512, 2048, 0), 0, 4))),
     StemPool("u4", True, 4, False, False),
     MmaConv(MmaProduct("u4", 4), None, "s8", None, True),
     WgmmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, 1, 1, 8, Epilogue(False, False), True),
@@ -82,6 +83,7 @@ CONFIGS = [
         False,
     ),
     Lora((64, 64), True, 2, 16, 128, 1, True),
+    LoraSums("fp16", 2, 16, 3, 128, 8, 1, True),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     PackedAttention(HEADS, "int4", "fp8", True, False, True),
     Append(HEADS, KVRows(128, "int4", "fp8", True, False), True),
@@ -93,7 +95,7 @@ CONFIGS = [
 
 def others(value):
     """Copies of `value`, each with one field changed, at any depth."""
-    if isinstance(value, RouterRule):  # most other values of its fields are refused
+    if isinstance(value, RouterRule):  # RouterRule refuses most other values of its fields
         return [RouterRule(4), RouterRule(8, "sigmoid", normalize=True), RouterRule(8, scale=2.0)]
     if dataclasses.is_dataclass(value):
         fields = [(f.name, other) for f in dataclasses.fields(value) for other in others(getattr(value, f.name))]

@@ -1,4 +1,5 @@
-"""Kernels files: what they hold, that nothing is compiled with one, and that stale, foreign and damaged ones are refused."""
+"""Kernels files: what they contain, and that nothing is compiled when one is used. Stale, foreign and damaged files are
+refused."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_holds_machine_code_and_launchers_alone(written):
 
 
 def test_each_gpu_gets_code_of_its_own(tmp_path, monkeypatch):
-    """Triton caches the target of a function, which must not give the second GPU the code of the first."""
+    """Triton caches the target of a function. The second GPU must not get the code of the first because of that."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     path, of = tmp_path / "kernels-both.lowbit", {}
@@ -103,11 +104,11 @@ def with_the_file(path: str) -> None:
             code = Path(folder, f"{name}.c")
             code.write_text(source)
             built = Path(build._build(name, str(code), folder, [], [], ["libcuda.so.1"], []))
-            # The loader takes the driver of the machine; the file was built without one.
+            # The loader links to the machine's driver, although no driver was present when the file was built.
             assert b"libcuda.so.1\0" in built.read_bytes()
     unknown = Path(tempfile.mkdtemp(), "unknown.c")
     unknown.write_text("int unknown;")
-    with pytest.raises(RuntimeError, match="C compiler"):  # Triton's own error: others are still built
+    with pytest.raises(RuntimeError, match="C compiler"):  # Triton's own error: it still builds other sources
         build._build("unknown", str(unknown), str(unknown.parent), [], [], [], [])
 
 
@@ -116,7 +117,8 @@ def test_nothing_is_compiled_with_a_file(written, tmp_path):
     code = f"from tests.kernels.test_kernel_file import with_the_file; with_the_file({str(written)!r})"
     environment = {name: value for name, value in os.environ.items() if name != "CC"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "PATH": str(tmp_path)}
-    # pytestmark asks for a compiler when the module is imported; the process has none, which skips no plain call.
+    # The process has no compiler, which pytestmark looks for when the module is imported. That only skips pytest's tests, not
+    # this call.
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -198,7 +200,7 @@ def test_changed_contents_are_refused_before_they_are_used(copy, tmp_path, monke
         members[name] = members[name][:-1] + bytes([members[name][-1] ^ 1])
 
     rewrite(copy, change)
-    file = KernelFile.open(copy)  # sizes are right
+    file = KernelFile.open(copy)  # damage is not detected when the file is opened, since sizes are right
     with pytest.raises(KernelFileError, match="does not have the digest"):
         file.install(90)
 
@@ -212,8 +214,8 @@ def test_files_that_were_cut_off_are_refused(copy, part):
 
 
 def test_damaged_bytes_are_refused_or_change_nothing(written, tmp_path):
-    """Every byte of the directory, and random ones elsewhere: a damaged file is refused, or its members are still the listed
-    ones."""
+    """Damages every byte of the directory, and random bytes elsewhere. A damaged file is refused, or its members are still the
+    listed ones."""
     data, path = written.read_bytes(), tmp_path / "damaged.lowbit"
     directory = data.rindex(b"PK\x01\x02", 0, data.index(b"PK\x01\x02") + 200)
     places = [*range(directory, directory + 120), *range(len(data) - 22, len(data)), *random.sample(range(len(data)), 200)]

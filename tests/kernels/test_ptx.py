@@ -1,4 +1,4 @@
-"""The emulator of PTX against torch: a small kernel of each kind of instruction; what it refuses."""
+"""The emulator of PTX, compared with torch: a small kernel for each kind of instruction. Also tests what it refuses."""
 
 from __future__ import annotations
 

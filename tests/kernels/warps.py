@@ -1,9 +1,9 @@
 """Executes the PTX of a persistent kernel without a GPU: all blocks at once, warp by warp, in a random order.
 
-Warps of all blocks take turns of random length, so they meet shared memory, barriers and polled words in many orders. Bulk
-copies complete at random later times, some much later than others, and read their source only then. Memory is sequentially
-consistent. A launch that stops
-making progress raises. Instructions that one block of threads executes are those of tests/kernels/ptx.py.
+Warps of all blocks run for turns of random length, so that they access shared memory, barriers and polled words in many orders.
+Bulk copies complete at random later times, some much later than others, and read their source only then. Memory is sequentially
+consistent. A launch that stops making progress raises. tests/kernels/ptx.py executes the instructions that it has in common
+with this file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WarpMemory(Memory):
     """Memory whose accesses are made for all lanes together where they are in one tensor."""
 
     def _span(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """The tensor and the indices of all bytes; None if lanes access several tensors."""
+        """Returns the tensor and the indices of all bytes; None if the lanes access several tensors."""
         low, high = int(addresses.min()), int(addresses.max())
         memory, place = self._place(low, size)
         other, _ = self._place(high, size)
@@ -95,7 +95,8 @@ class ThreadBlock:
         self.late: tuple[int, int, int, int] | None = None
 
     def complete(self, choice: random.Random) -> None:
-        """Completes one of the copies in flight, or waits for a while where all are late."""
+        """Picks one of the copies in flight and completes it. A late copy completes only once no other is in flight, and even
+        then only by chance."""
         index = choice.randrange(len(self.copies))
         if self.late is None and choice.random() < LATE:
             self.late = self.copies[index]
@@ -126,7 +127,7 @@ class Warp(Block):
         return self.constants[operand] if operand in self.constants else super().bits(operand)
 
     def steps(self) -> Iterator[bool]:
-        """Executes the warp; yields after each instruction, True where it repeats something, for which it may wait."""
+        """Executes the warp. Yields after each instruction: True if the warp repeats something, as it does while it waits."""
         at = 0
         while True:
             step = self.now = self.code[at]
@@ -141,7 +142,7 @@ class Warp(Block):
                 yield target <= at
                 at = target
                 continue
-            if kind == "brx":  # the list of its targets is at a label of its own
+            if kind == "brx":  # the second operand is a label, at which the list of targets is
                 index, targets = step.operands
                 at = self.labels[self.code[self.labels[targets]].operands[self.one(index)]]
                 yield True
@@ -157,7 +158,7 @@ class Warp(Block):
             at += 1
 
     def synchronise(self, step) -> Iterator[bool]:
-        """Waits at a barrier of all threads, or of as many as it says."""
+        """Waits at a barrier of all threads, or of as many threads as the instruction states."""
         number = int(step.operands[0])
         count = int(step.operands[1]) if len(step.operands) > 1 else self.shared.threads
         turn = self.shared.released.get(number, 0)
@@ -296,8 +297,9 @@ class Warp(Block):
 def execute(
     ptx: str, shared_bytes: int, arguments, blocks: int, threads: int, seed: int = 0, longest: int = 400, others=()
 ) -> int:
-    """Runs a kernel of `blocks` blocks of `threads` threads; returns the number of executed instructions. `arguments` as in
-    ptx.py; `others`: tensors whose addresses the kernel finds in memory; `longest`: of a warp's turns, in instructions."""
+    """Runs a kernel of `blocks` blocks of `threads` threads; returns the number of executed instructions. `arguments` are as in
+    ptx.py. `others` are tensors whose addresses the kernel finds in memory. `longest` is the longest turn of a warp, in
+    instructions."""
     code, labels = parsed(with_unique_labels(ptx))
     given = [each for each in arguments if each is not None]
     parameters = [

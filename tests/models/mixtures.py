@@ -40,7 +40,7 @@ MIXTURES = {
     ),
     "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig, _FEW | _DEEPSEEK | dict(head_dim=16)),
 }  # fmt: skip
-"""Name -> class, configuration and options of an architecture with experts."""
+"""Constructor of each architecture with experts, by name: class, configuration and options."""
 
 
 def tiny_mixture(name, dtype=torch.float32, **options):

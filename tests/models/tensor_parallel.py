@@ -1,6 +1,5 @@
-"""One of two processes that load a model split over both: writes the logits, or the message of the refusal, to a file. Run by
-test_parallel.py.
-"""
+"""Runs as each of the two processes that load a model split over both. Writes the logits, or the message of the refusal, to a
+file. test_parallel.py starts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading LoRA adapters: PEFT's own files, every refusal by name, damaged files."""
+"""Reading LoRA adapters. PEFT's own files are read; damaged and unsupported ones are refused, with their name."""
 
 from __future__ import annotations
 

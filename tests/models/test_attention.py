@@ -46,7 +46,8 @@ def test_generation_is_that_of_sdpa(cache, kv_heads):
 
 
 def compiled_step(name):
-    """Logits of a step over a static cache, compiled as one graph, and the shapes of the keys that attention is given there."""
+    """Returns the logits of a step over a static cache, compiled as one graph, and the shapes of the keys that attention gets
+    in it."""
     net = model()
     net.set_attn_implementation(name)
     keys = []

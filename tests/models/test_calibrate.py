@@ -1,6 +1,5 @@
-"""Calibrated quantization: layers are calibrated on the inputs that they get in the quantized model, folding factors changes no
-result, killed runs are resumed, and every method writes a checkpoint that loads.
-"""
+"""Calibrated quantization. Layers are calibrated on the inputs that they get in the quantized model. Folding factors changes no
+result, killed runs are resumed, and every method writes a checkpoint that loads."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from lowbit.quantize.smoothquant import smoothing_scale
 from tests.models.written import files
 from tests.tiny import save_tiny, tiny_tokenizer
 
-CALIBRATION = Calibration(samples=6, length=24, text=Path(__file__))  # any text will do
+CALIBRATION = Calibration(samples=6, length=24, text=Path(__file__))  # any text will do, so this file is one
 IDS = torch.arange(3, 43)[None]
 
 
@@ -44,7 +43,7 @@ def logits(model, ids=IDS):
 
 
 def randomized(model):
-    """Norms and biases that are not 1 and 0, so that a wrong fold shows."""
+    """Gives norms and biases values other than 1 and 0, so that a wrong fold changes the results."""
     torch.manual_seed(0)
     for name, p in model.named_parameters():
         if p.dim() == 1:
@@ -254,9 +253,8 @@ def test_without_a_fold_the_factor_stays_with_the_layer(tiny, tmp_path, monkeypa
 
 
 def test_layers_left_in_16_bits_take_up_factors_too(tiny, tmp_path):
-    """v_proj, left in 16 bits, changes only by the factors of o_proj's inputs; the first decoder layer is skipped as a
-    whole.
-    """
+    """v_proj is left in 16 bits. It changes only by the factors of o_proj's inputs. The first decoder layer is skipped
+    completely."""
     skip = ["v_proj", "model.layers.0.*", "lm_head"]
     quantize_checkpoint(tiny, tmp_path / "q", "w3a16_g32", method=Awq(), calibration=CALIBRATION, skip=skip)
     with CheckpointReader(tmp_path / "q") as q, CheckpointReader(tiny) as original:
@@ -271,7 +269,7 @@ def test_layers_left_in_16_bits_take_up_factors_too(tiny, tmp_path):
 
 
 def gemma(path):
-    """Norms whose weight is 1 + w: dividing w would be wrong."""
+    """Returns a Gemma. Its norms multiply by 1 + w, so that dividing w by factors would be wrong."""
     config = Gemma2Config(
         vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, sliding_window=8, max_position_embeddings=64,
@@ -280,7 +278,7 @@ def gemma(path):
 
 
 def opt(path):
-    """Norms with biases, biases everywhere, ReLU between fc1 and fc2, learned positions."""
+    """Returns an OPT: norms with biases, biases in all layers, ReLU between fc1 and fc2, learned positions."""
     config = OPTConfig(
         vocab_size=160, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
         word_embed_proj_dim=64,
@@ -401,7 +399,8 @@ def test_mixed_bits_stay_within_the_budget(tiny, tmp_path, monkeypatch):
     assert 4.6 < bits <= 5.2 and len({q.scheme for q in layers.values()}) > 1
     assert sum(line.split(":")[0] in schemes for line in said) == 8 and any("5.2 allowed" in line for line in said)
     logits(load(tmp_path / "q"))
-    monkeypatch.setattr("lowbit.models.quantize_checkpoint.measure_sensitivity", None)  # refused before that is begun
+    # the run is refused before it measures sensitivities
+    monkeypatch.setattr("lowbit.models.quantize_checkpoint.measure_sensitivity", None)
     with pytest.raises(ValueError, match=r"take 3\.511 bits per weight, scales and corrections included, 2\.0 are allowed"):
         quantize_checkpoint(tiny, tmp_path / "r", "w4a16_g32", calibration=CALIBRATION, mixed=Mixed(schemes, 2.0))
 

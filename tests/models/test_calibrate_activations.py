@@ -1,6 +1,5 @@
-"""Calibrated models whose activations are quantized too: ranges are those of the layers' real inputs, and SmoothQuant runs
-before GPTQ.
-"""
+"""Calibrated models whose activations are quantized too. Ranges are those of the layers' real inputs, and SmoothQuant runs
+before GPTQ."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ METHODS = [
 @pytest.mark.parametrize(("method", "scheme"), METHODS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
 def test_every_method_leaves_a_checkpoint_that_loads(method, scheme, tiny, tmp_path):  # noqa: F811
     quantize_checkpoint(tiny, tmp_path / "a", scheme, method=method, calibration=CALIBRATION)
-    if isinstance(method, Learned):  # of the others tests/models/test_calibrate.py says it
+    if isinstance(method, Learned):  # tests/models/test_calibrate.py tests this for the other methods
         quantize_checkpoint(tiny, tmp_path / "b", scheme, method=method, calibration=CALIBRATION)
         assert files(tmp_path / "a") == files(tmp_path / "b"), "the same seed gives the same files"
     with CheckpointReader(tmp_path / "a") as reader:

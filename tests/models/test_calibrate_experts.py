@@ -1,4 +1,5 @@
-"""Decoder layers with experts, quantized by every method: the model stays closer to the 16-bit one than by rounding."""
+"""Decoder layers with experts, quantized by every method. The model stays closer to the 16-bit one than after rounding to
+nearest."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def experts_of(decoder):
 
 
 def calibrated(folder, method, target, schemes=SCHEME, **options):
-    """The weights of the experts after a run over all decoder layers, with their parameters' names, and the notes."""
+    """Returns the quantized experts after a run over all decoder layers, by the names of their parameters, and the notes of the
+    run."""
     decoder = LayerwiseDecoder(CheckpointReader(folder), "cpu", torch.float32)
     names = dict.fromkeys(experts_of(decoder), schemes)
     recipe = recipe_of(decoder.reader, names, method, 0, TOKENS, decoder, options.get("expert_rotations"))
@@ -88,7 +90,7 @@ def test_the_model_stays_closer(name, folders, tmp_path):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_architecture(name, folders, tmp_path):
-    """8 bits change little, whatever the order of rows, biases and rotations of the architecture."""
+    """8 bits change little in every architecture, whatever its order of rows, biases and rotations."""
     folder = folders(name)
     decoder = LayerwiseDecoder(CheckpointReader(folder), "cpu", torch.float32)
     rotations = dict.fromkeys(experts_of(decoder), 16)
@@ -97,11 +99,13 @@ def test_every_architecture(name, folders, tmp_path):
     errors = [float(line.rpartition(" ")[2]) for line in notes if "relative error" in line]
     assert len(errors) == len(experts) // 2 and max(errors) < 1e-4
     assert all(q.input_transform.hadamard == 16 for matrices in experts.values() for q in matrices)
-    assert divergence(folder, experts) < 1e-2  # some tokens go to other experts; experts in a wrong order give 1
+    # rounding sends some tokens to other experts; experts in a wrong order would give 1
+    assert divergence(folder, experts) < 1e-2
 
 
 def test_the_decoder_computes_what_the_model_does(folders):
-    """Experts that the files hold one by one are stacked while reading."""
+    """The layer-wise decoder computes what the model does. Experts that are separate tensors in the files are stacked while
+    reading."""
     for name in ("mixtral", "deepseek_v2", "gpt_oss"):
         decoder = LayerwiseDecoder(CheckpointReader(folders(name)), "cpu", torch.float32)
         model = AutoModelForCausalLM.from_pretrained(folders(name), dtype=torch.float32).eval()
@@ -116,7 +120,7 @@ def test_the_decoder_computes_what_the_model_does(folders):
 
 
 def test_a_run_goes_on(folders, tmp_path):
-    """Finished layers are read with their experts and give the next layer the same inputs."""
+    """A resumed run reads finished layers with their experts, and passes the same inputs to the next layer."""
     folder, method = folders("qwen3_moe"), Awq()
     experts, _ = calibrated(folder, method, tmp_path / "whole")
     calibrated(folder, method, tmp_path / "part")
@@ -131,7 +135,7 @@ def test_a_run_goes_on(folders, tmp_path):
 
 
 def test_linear_layers_and_experts_together(folders, tmp_path):
-    """All are quantized; the experts' inputs are those that the quantized attention gives them."""
+    """Linear layers and experts are quantized together. The inputs of the experts come from the quantized attention."""
     decoder = LayerwiseDecoder(CheckpointReader(folders("qwen2_moe")), "cpu", torch.float32)
     linears = [n for n, m in decoder.model.named_modules() if isinstance(m, torch.nn.Linear) and "_proj" in n]
     for method in (Gptq(), Awq(), SmoothQuant(), Learned(iterations=3, batch=2)):
@@ -148,7 +152,7 @@ def test_linear_layers_and_experts_together(folders, tmp_path):
 
 
 def test_starved_experts_are_named(folders, tmp_path, monkeypatch):
-    """The report has their counts, which are those of the router."""
+    """The report names experts that see too few tokens, with their counts, which are those of the router."""
     decoder = LayerwiseDecoder(CheckpointReader(folders("mixtral")), "cpu", torch.float32)
     hidden = decoder.embed(TOKENS)
     decoder.load(0)
@@ -195,7 +199,7 @@ def test_checkpoints(name, folders, tmp_path):
 
 @torch.no_grad()
 def test_checkpoints_with_rotated_inputs(folders, tmp_path):
-    """Rotations of the experts' inputs go with calibration: the blocks are in the files, and 8 bits change little."""
+    """Rotated inputs of experts can be calibrated. The files state the blocks of the rotation, and 8 bits change little."""
     tiny_tokenizer().save_pretrained(folders("qwen3_moe"))
     calibration = Calibration(samples=8, length=32)
     quantize_checkpoint(

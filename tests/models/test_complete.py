@@ -1,6 +1,5 @@
-"""A checkpoint has all tensors of its model, or an error names what is missing: on disk, while loading, before measuring, by
-inspect --check.
-"""
+"""A checkpoint has all tensors of its model, or an error names the missing ones. This is checked on disk, while loading, before
+measuring, and by `inspect --check`."""
 
 from __future__ import annotations
 

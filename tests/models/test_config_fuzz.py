@@ -1,4 +1,4 @@
-"""Random changes of config.json: an error of one line, or the same model as Transformers makes of that config.json."""
+"""Random changes of config.json give an error of one line, or the same model that Transformers makes of that config.json."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def mutate(config, random_):
     changes = []
     for _ in range(random_.choice((1, 1, 2))):
         all_places = list(places(config))
-        # As often in the model's part as in ours, which lists every layer.
+        # half of the changes are in the model's part, half in lowbit's, which is longer because it lists every layer
         ours = [place for place in all_places if place[0] == "quantization_config"]
         rest = [place for place in all_places if place[0] != "quantization_config"]
         *path, last = random_.choice(random_.choice([group for group in (ours, rest) if group]))
@@ -91,7 +91,7 @@ def test_a_changed_config_is_refused_or_means_what_it_says(folders, tmp_path):
             assert "\n" not in str(error), (changes, error)
             outcomes["refused"] += 1
             continue
-        assert wrong == (), changes  # what is loaded was found whole
+        assert wrong == (), changes  # a model that loads must have been found complete
         rest = {key: value for key, value in changed.items() if key not in ("quantization_config", GUARD_KEY)}
         (dequantized / "config.json").write_text(json.dumps(rest))
         model = AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32)

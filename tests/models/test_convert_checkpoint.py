@@ -1,6 +1,5 @@
-"""Conversion of whole checkpoints: values equal those that the writing tools compute, and chains of conversions restore the
-first checkpoint.
-"""
+"""Conversion of whole checkpoints. Values equal those that the writing tools compute, and chains of conversions restore the
+first checkpoint."""
 
 from __future__ import annotations
 
@@ -364,7 +363,8 @@ GGUF_CONFIG = LlamaConfig(
 
 
 def write_gguf(path, model, plain=False):
-    """A GGUF file of a tiny Llama, as llama.cpp's converter lays it out, by the package gguf; `plain` in 16 bits."""
+    """Writes a GGUF file of a tiny Llama with the package gguf, as llama.cpp's converter lays it out. With `plain`, weights are
+    in 16 bits."""
     gguf = pytest.importorskip("gguf")
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -429,9 +429,8 @@ def test_gguf_becomes_a_model_that_transformers_agrees_with(tmp_path):
 
 
 def test_plain_weights_have_the_type_that_rounds_least(tmp_path):
-    """GGUF files state no 16-bit type: plain weights become fp16 where that is nearer, bf16 where fp16 would overflow; the
-    choice and its error are reported.
-    """
+    """GGUF files state no 16-bit type. Plain weights become fp16 where that rounds less, and bf16 where fp16 would overflow.
+    The choice and its error are reported."""
     model = LlamaForCausalLM(GGUF_CONFIG)
     write_gguf(tmp_path / "m.gguf", model)
     report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "c", "dequantized")

@@ -1,4 +1,4 @@
-"""Whole checkpoints with experts: read for Transformers' model, and dequantized into files that it loads."""
+"""Whole checkpoints with experts. They are read into Transformers' model, or dequantized into files that Transformers loads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ IDS = torch.tensor([[5, 17, 60, 9, 33, 2, 80, 41]])
 
 
 def quantized(folder, model, quantization, write):
-    """Files of a model whose experts and attention are quantized: `write` returns the tensors of one weight by suffix."""
+    """Writes the files of a model whose experts and attention are quantized. `write` returns the tensors of one weight by
+    suffix."""
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     tensors = {}
@@ -67,7 +68,8 @@ TOOLS = {
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "glm4_moe"])
 def test_experts_one_by_one(tool, name, tmp_path):
-    """What an importer gives for the model's module are the parameters of the model that Transformers loads dequantized."""
+    """The experts that an importer gives for the model's module equal the parameters of the dequantized model, as Transformers
+    loads it."""
     folder = quantized(tmp_path / "theirs", tiny_mixture(name), *TOOLS[tool])
     importer = LayerImporter(resolve(folder).open_quantized(), "lowbit")
     importer.require_complete()
@@ -86,7 +88,8 @@ def test_experts_one_by_one(tool, name, tmp_path):
 
 @torch.no_grad()
 def check_loaded(source, target, plain):
-    """A checkpoint loads directly and by lowbit's own files, with the same experts, whose weights are those of `plain`."""
+    """Checks that a checkpoint loads directly and after conversion to lowbit's files, with the same experts. Their weights must
+    be those of `plain`."""
     report = convert_checkpoint(source, target)
     direct, files = (lowbit.load(folder, device="cpu", dtype=torch.float32) for folder in (source, target))
     assert not check_checkpoint(target) and not check_checkpoint(source)
@@ -108,7 +111,7 @@ def check_loaded(source, target, plain):
 
 
 def mxfp4(folder):
-    """gpt-oss in its own files: 16 bits but for random blocks of the experts; the tensors."""
+    """Writes gpt-oss as its own files: 16 bits, except for the experts, which have random MXFP4 blocks. Returns the tensors."""
     model = tiny_mixture("gpt_oss", torch.bfloat16)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -129,7 +132,8 @@ def mxfp4(folder):
 
 @torch.no_grad()
 def test_gpt_oss(tmp_path):
-    """Dequantized into files that Transformers loads: bit for bit the weights that it computes itself."""
+    """gpt-oss is dequantized into files that Transformers loads. The weights equal, bit for bit, those that Transformers
+    dequantizes itself."""
     tensors = mxfp4(tmp_path / "theirs")
     assert not check_checkpoint(tmp_path / "theirs")
     report = convert_checkpoint(tmp_path / "theirs", tmp_path / "plain", "dequantized")
@@ -163,7 +167,7 @@ def test_files_of_another_model_are_refused(tmp_path):
 
 
 def test_biases_that_the_model_does_not_have(tmp_path):
-    """AutoGPTQ writes a bias of zeros for every layer; others are no mistake of a writer."""
+    """AutoGPTQ writes a bias of zeros for every layer, which is left out. Biases with other values are refused."""
     folder = quantized(tmp_path / "c", tiny_mixture("qwen3_moe"), *TOOLS["gptq"])
     tensors = load_file(folder / "model.safetensors")
     layers = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight") and ".experts." in name]
@@ -186,7 +190,8 @@ KINDS = {"gate_exps": "Q4_0", "up_exps": "Q4_0", "down_exps": "MXFP4", "attn_q":
 
 
 def write_gguf(path, name):
-    """A GGUF file of a tiny mixture as llama.cpp's converter lays it out; the values of its tensors by Transformers' names."""
+    """Writes a GGUF file of a tiny mixture as llama.cpp's converter lays it out. Returns the values of its tensors by
+    Transformers' names."""
     gguf = pytest.importorskip("gguf")
     model = tiny_mixture(name)
     config, (architecture, _) = model.config, GGUF[name]
@@ -269,7 +274,8 @@ def test_gguf(name, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("to", ["gptq", "compressed-tensors", "awq"])
 def test_ours_become_theirs(to, tmp_path):
-    """lowbit's stacked experts are written one by one, under the names of the architecture, and read back the same."""
+    """lowbit's stacked experts are written as single experts, under the names of the architecture. Reading them back gives the
+    same experts."""
     for name in ("mixtral", "qwen3_moe"):
         model = tiny_mixture(name)
         model.save_pretrained(tmp_path / name)
@@ -304,7 +310,7 @@ def test_foreign_reader_lists_both(tmp_path):
 
 
 def test_inspect_lists_experts(tmp_path):
-    """Rows of experts as they are loaded, with the same bytes as lowbit's own files have, biases included."""
+    """`lowbit inspect` lists experts as they are loaded. The bytes are those of lowbit's own files, biases included."""
     mxfp4(tmp_path / "theirs")
     convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     contents = []

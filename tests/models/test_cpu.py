@@ -1,4 +1,4 @@
-"""Models on a CPU: the type in which they run, the form in which layers hold weights, and that this form is never saved."""
+"""Models on a CPU. Tests the dtype in which they run and the form in which layers hold weights, which is never saved."""
 
 from __future__ import annotations
 

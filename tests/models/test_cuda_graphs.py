@@ -18,7 +18,7 @@ from lowbit.quantize import rtn
 
 SCHEMES = ["w4a16_g128", "w6e3m2a16", "w8a8", "fp8_dynamic", "w4a8_g128"]
 SPLIT = (2048, 4096)
-"""N and K of products that split K between blocks: 16-bit x for 32 and 48 tokens, 8-bit x for 8 and 16."""
+"""N and K of a product whose K is split between blocks, with 16-bit x for 32 and 48 tokens, with 8-bit x for 8 and 16."""
 
 
 def model(scheme: str) -> LlamaForCausalLM:
@@ -136,7 +136,7 @@ def test_saving_copying_and_loading_leave_a_captured_graph_right(scheme):
         saved = {name: t.clone() for name, t in quantized.state_dict().items()}
         copied = copy.deepcopy(quantized)
         quantized.to("cuda").half()
-        filler = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]  # takes what was freed
+        filler = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]  # allocates the memory that was freed
         y.zero_()
         graph.replay()
         assert torch.equal(y, expected) and len(filler) == 64
@@ -164,7 +164,7 @@ def test_counters_of_streams_and_launches():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held += [workspace(device, 64, 10)[1] for _ in range(3)]
-        held[0] += 1  # a graph without nodes is none
+        held[0] += 1  # a node for the graph, since an empty graph does not count as one
     parts = [(t.data_ptr(), t.data_ptr() + 40) for t in (first, other, *held)]
     assert all(a[1] <= b[0] or b[1] <= a[0] for i, a in enumerate(parts) for b in parts[:i])
 

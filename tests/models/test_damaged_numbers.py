@@ -1,6 +1,5 @@
-"""Numbers of config.json, GGUF metadata and weights with which a model computes nonsense: an error of one line, never text with
-exit status 0.
-"""
+"""Numbers in config.json, GGUF metadata or weights with which a model would compute nonsense. They give an error of one line,
+never text with exit status 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokenizer files that load and fail later, or make the tokenizers package panic: one line that names the file."""
+"""Some damaged tokenizer files load and fail later, or make the tokenizers package panic. The error is one line that names the
+file."""
 
 from __future__ import annotations
 

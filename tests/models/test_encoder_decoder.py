@@ -29,8 +29,8 @@ BART = BartConfig(
 T5 = T5Config(**TOKENS, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
               task_specific_params={"summarization": {"prefix": "sum: "}})  # fmt: skip
 LAYERS = 2 * 6 + 2 * 10
-"""Linear layers that are quantized: four of each attention, of which a decoder's layer has two, and of the MLP two of BART's
-two and of T5's three, whose `wo` Transformers keeps in float32."""
+"""Number of linear layers that are quantized. Each attention has four; a decoder layer has two attentions. The MLP of BART has
+two. That of T5 has three, of which Transformers keeps `wo` in float32."""
 PROMPTS = ["the quick brown fox", "a dog", "jumps over the lazy dog."]
 
 
@@ -148,7 +148,7 @@ def test_beams_and_lengths_are_the_models_own(source, quantized):
     (found,) = pipe(PROMPTS[0], do_sample=False, max_new_tokens=12)
     assert found.generated_text == pipe.tokenizer.decode(expected, skip_special_tokens=True)
     stop = found.generated_text[2:4]
-    for stopped in pipe(PROMPTS, do_sample=False, max_new_tokens=12, stop=[stop]):  # another beam may win then
+    for stopped in pipe(PROMPTS, do_sample=False, max_new_tokens=12, stop=[stop]):  # with a stop string, another beam may win
         assert stop not in stopped.generated_text
     assert pipe("dog " * 15, do_sample=False, max_new_tokens=12)[0].generated_length >= 10
 
@@ -168,7 +168,7 @@ def test_summaries(source, quantized, monkeypatch):
     result = summarize(pipe, [Document("dogs bark", "dogs"), Document("b" * 90, "b")], max_new_tokens=8)
     if source.name == "bart":
         assert asked == ["dogs bark", "b" * 64] and (result.documents, result.cut) == (2, 1)
-    else:  # whose positions have no end
+    else:  # T5, whose positions are unlimited
         assert asked == ["sum: dogs bark", "sum: " + "b" * 90] and (result.documents, result.cut) == (2, 0)
 
 
@@ -185,7 +185,7 @@ def test_eval_measures_summaries_and_skips_the_rest(source, quantized, tmp_path)
         assert [f["metric"] for f in model["figures"]] == ["ROUGE-1", "ROUGE-2", "ROUGE-L"]
         assert [s["task"] for s in model["skipped"]] == ["opticks", "questions"]
         assert all("an encoder-decoder model is measured on summaries only" in s["reason"] for s in model["skipped"])
-    assert document["models"][0]["size"]["bits_per_weight"] == 32  # as it was saved
+    assert document["models"][0]["size"]["bits_per_weight"] == 32  # the 16-bit model was saved in 32 bits
     bits = document["models"][1]["size"]["bits_per_weight"]
     assert 6 < bits < (7.5 if source.name == "bart" else 15)  # T5's `wo` counts in full
 
@@ -198,7 +198,7 @@ def test_float_zeros_8_bit_activations_and_rotated_inputs(source, tmp_path):
 
 
 def test_embeddings_too(source, tmp_path):
-    if source.name == "bart":  # a class of its own, which scales
+    if source.name == "bart":  # BART's embedding is a class of its own, which scales
         plan = run("quantize", source, tmp_path / "q", "--scheme", "w8a16", "--embeddings")
         assert "BartScaledWordEmbedding" in plan.stdout + plan.stderr
         return

@@ -12,7 +12,7 @@ from tests.models.mixtures import MIXTURES, tiny_mixture
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_both_ways(name, tmp_path):
-    """Files have the names that are foretold, with the rows of their expert."""
+    """`tensors_of` predicts the names in Transformers' files. Each tensor has the rows of its expert."""
     model = tiny_mixture(name)
     model.save_pretrained(tmp_path)
     files, own = load_file(tmp_path / "model.safetensors"), model.state_dict()
@@ -36,7 +36,8 @@ def test_both_ways(name, tmp_path):
 
 
 def test_gpt_oss_computes_with_canonical_rows():
-    """Gate first and [N, K]: what its own forward computes of alternating columns."""
+    """In canonical form, gate comes first and matrices are [N, K]. The experts compute what gpt-oss's own forward computes from
+    alternating columns."""
     model = tiny_mixture("gpt_oss")
     (name, module), *_ = expert_modules(model).items()
     experts = model.get_submodule(name)

@@ -31,7 +31,7 @@ from tests.tiny_experts import MODELS, tiny_experts
 
 IDS = torch.arange(40)[None]
 LAYERS = {"deepseek_v2": 1, "glm4_moe": 1}
-"""Layers with experts, where not all two have them."""
+"""Numbers of decoder layers with experts, for models in which not all two have them."""
 
 
 def load(path, **options):
@@ -50,7 +50,7 @@ def same_state(a, b):
 
 @pytest.fixture(scope="module", params=MODELS)
 def source(request, tmp_path_factory):
-    """The folder of a 16-bit model, with its tensors as Transformers writes them, and its model_type."""
+    """The folder of a 16-bit model, its tensors as Transformers writes them, and its model_type."""
     folder = tmp_path_factory.mktemp("experts") / request.param
     tiny_experts(request.param).save_pretrained(folder)
     return folder, request.param
@@ -117,7 +117,8 @@ def test_inputs_of_experts_are_rotated_on_request(tmp_path):
 
 
 def test_one_tensor_of_all_experts_and_one_each_are_read_alike(tmp_path):
-    """Files of the newest models have the parameter of all experts; others, and those of Transformers, one for each."""
+    """Some files have one tensor of all experts, as the parameter of the model. Others, and those that Transformers saves, have
+    one tensor for each expert."""
     model = tiny_experts("mixtral")
     model.save_pretrained(tmp_path / "each")
     model.save_pretrained(tmp_path / "fused")
@@ -180,7 +181,7 @@ def test_a_release_without_experts_refuses_and_damaged_files_are_named(tmp_path)
 
 @linux
 def test_quantizing_takes_the_memory_of_one_expert(tmp_path):
-    """A shard of the output is in memory, and one expert in 16 bits."""
+    """Besides a shard of the output, only one expert in 16 bits is in memory."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(

@@ -1,4 +1,5 @@
-"""Inputs that are quantized once for all layers that read them: same results, same files, and which modules are not fused."""
+"""Inputs are quantized once for all layers that read them. Results and files stay the same. Also tests which modules are not
+fused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SCHEMES = ["w8a8", "w8a8_az", "w8a8_t_az", "fp8", "fp8_dynamic", "fp8_block", "w
 def converted(scheme, model=None, dtype=torch.float32):
     model = tiny_llama(dtype=dtype) if model is None else model
     convert(model.eval(), scheme)
-    if "_t" in scheme or scheme == "fp8":  # as if calibrated, every input on its own
+    if "_t" in scheme or scheme == "fp8":  # gives every layer its own static scale, as calibration does
         for module in model.modules():
             if isinstance(module, QuantLinear):
                 zero = torch.tensor([5], dtype=torch.int32) if scheme.endswith("_az") else None
@@ -93,7 +94,8 @@ def test_roundings_that_are_left_out_are_small(dtype):
 @pytest.mark.parametrize("scheme", ["w8a8_ct", "w8a8_az_ct", "w8a8_t_ct", "w8e4m3a8e4m3_b128x128_ct", "w8e4m3a8e4m3_fb"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_by_another_tools_rule_nothing_changes(scheme, dtype):
-    """That tool quantizes what a norm or a gate has rounded to x's type: quantized once for all readers, to the same codes."""
+    """Other tools quantize the rounded result of a norm or a gate. It can still be quantized once for all readers, with the
+    same codes."""
     model = converted(scheme, dtype=dtype)
     expected, state = logits(model), {name: t.clone() for name, t in model.state_dict().items()}
     assert len(fuse_quantization(model)) == 6 and counted(model) == {"": 8}
@@ -116,7 +118,7 @@ def test_in_one_graph_and_with_a_cache():
 
 
 def test_a_family_with_more_inside():
-    """Qwen3 has norms between q_proj and the attention, which are not touched."""
+    """Qwen3 has norms between q_proj and the attention, which stay as they are."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=160, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, head_dim=16,

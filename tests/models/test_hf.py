@@ -1,4 +1,5 @@
-"""Transformers: quantize on load, save, reload with plain from_pretrained, all bit-equal to quantizing the weights by hand."""
+"""Models are quantized while Transformers loads them, saved, and loaded again by from_pretrained. All results are bit-equal to
+quantizing the weights by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Other tools' files straight into a model: the result equals that of converting them to a folder and loading the folder."""
+"""Other tools' files are loaded directly into a model. The result equals that of converting them to a folder and loading the
+folder."""
 
 from __future__ import annotations
 
@@ -248,7 +249,7 @@ def test_one_gpu_only():
 
 
 def test_weights_without_a_scheme_are_left_to_the_tool(tmp_path):
-    """NF4 has no scheme: Transformers loads the model with bitsandbytes, or says that bitsandbytes is missing."""
+    """NF4 has no scheme in lowbit. So Transformers loads the model with bitsandbytes, or says that bitsandbytes is missing."""
     with pytest.raises(CheckpointError, match="bitsandbytes"):
         lowbit.load(DATA / "bitsandbytes-nf4-nested", device="cpu")
 
@@ -342,7 +343,8 @@ def test_progress(tmp_path, capfd, monkeypatch):
 
 @pytest.fixture(scope="module")
 def packed(large, tmp_path_factory):
-    """A folder in lowbit's format, beside which other folders are written; the largest layer takes 75 MB in float32."""
+    """The folder with a checkpoint in lowbit's format; tests write other folders beside it. Its largest layer takes 75 MB in
+    float32."""
     root = tmp_path_factory.mktemp("packed")
     quantize_checkpoint(large, root / "own", "w4a16_g64")
     return root

@@ -1,6 +1,5 @@
-"""LoRA by PEFT on a quantized model: adapters train as over plain layers with the dequantized weights, and are merged, saved
-and loaded.
-"""
+"""LoRA by PEFT on a quantized model. Adapters train as over plain layers with the dequantized weights, and are merged, saved
+and loaded."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ def test_adapters_have_the_gradients_of_those_over_dequantized_weights(folder):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_it_trains(folder, dtype, checkpointing):
     model = load(folder, dtype)
-    model.model.embed_tokens.weight.data *= 20  # tied to the head, whose logits would hardly differ otherwise
+    model.model.embed_tokens.weight.data *= 20  # the embedding is tied to the head; without this the logits would hardly differ
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()

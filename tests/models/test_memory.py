@@ -1,4 +1,4 @@
-"""A calibrated run keeps one decoder layer in memory, whatever their number; loading keeps one layer in two forms."""
+"""A calibrated run keeps one decoder layer in memory, however many there are. Loading keeps at most one layer in two forms."""
 
 from __future__ import annotations
 
@@ -103,9 +103,8 @@ def copied(tensor, device=None, dtype=None):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Layers on a CPU are loaded and prepared as on a GPU, and few weights are processed at once, so that the memory that
-    should be constant is small compared with a layer.
-    """
+    """Layers on a CPU are loaded and prepared as on a GPU. Few weights are processed at once: memory that should be constant is
+    then small compared with a layer."""
     monkeypatch.setattr(PackedWeight, "_prepare", pack_for_gpu)
     monkeypatch.setattr(hf, "prepare_on_gpu", prepare_layers)
     monkeypatch.setattr(core_model_loading, "_materialize_copy", copied)
@@ -130,12 +129,14 @@ def layers_of(model):
     return [module for module in model.modules() if isinstance(module, QuantLinear)]
 
 
-@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a8", "w4a8_g128"])  # w8a16 is what the head has
+# w8a16 is not here, since it is the scheme of the head
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a8", "w4a8_g128"])
 def test_loading_holds_the_packed_model_one_layer_and_a_constant(scheme, wide, as_on_a_gpu):
-    """Embedding and head in 16 bits would take 34 MB more; all layers kept as rows besides, 10 MB more."""
+    """With embedding and head in 16 bits, loading would take 34 MB more. With a second copy of all layers as rows, it would
+    take 10 MB more."""
     with TensorBytes() as held:
         model = load_causal(wide / "16-bit", scheme=scheme, head="w8a16", device="cpu", dtype=torch.bfloat16)
-        prepare_layers(model)  # the head, if that was quantized last
+        prepare_layers(model)  # prepares the head too, which may be quantized last
     assert isinstance(model.get_input_embeddings(), QuantEmbedding) and isinstance(model.lm_head, QuantLinear)
     assert all(layer.kernel_codes is not None and not layer.weight_packed.numel() for layer in layers_of(model))
     packed, layer = tensor_bytes(model), 2 * VOCAB * HIDDEN
@@ -171,8 +172,8 @@ def test_gate_and_up_become_one_weight_without_a_copy_in_bytes(as_on_a_gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a8"])
 def test_a_pipeline_holds_the_packed_model_one_layer_and_a_constant_on_a_gpu(scheme, tmp_path):
-    """From the files to the engine's own forms of the weights: 860 MB in 16 bits, of which the head has 131. All layers in two
-    forms, or the ends in 16 bits, would be some 260 MB more."""
+    """A pipeline loads files into the engine's forms of the weights. In 16 bits they take 860 MB, of which the head has 131.
+    All layers in two forms, or embedding and head in 16 bits, would take some 260 MB more."""
     config = LlamaConfig(
         vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=16,
         num_key_value_heads=16, max_position_embeddings=256, tie_word_embeddings=False, dtype=torch.bfloat16,

@@ -1,6 +1,5 @@
-"""Models whose files name tensors otherwise than Transformers names parameters: quantized alike on disk, while loading and
-after converting.
-"""
+"""Files may name tensors differently from the parameters of Transformers' model. Such models are quantized alike on disk and
+while loading, and can be converted."""
 
 from __future__ import annotations
 
@@ -60,10 +59,10 @@ def mixtral():
 
 
 MODELS = {
-    "vit": (vit, PIXELS, 12),  # names of the files are mapped
-    "llama": (tiny_llama, TOKENS, 14),  # are the model's own
-    "llava": (llava, TOKENS, 26),  # are mapped for the parts of a model, and back while saving
-    "mixtral": (mixtral, TOKENS, 8),  # are renamed, and experts are stacked
+    "vit": (vit, PIXELS, 12),  # here and below: the names in the files differ from the parameters' and are mapped
+    "llama": (tiny_llama, TOKENS, 14),  # the names are the model's own
+    "llava": (llava, TOKENS, 26),  # the names of each part of the model are mapped, and mapped back while saving
+    "mixtral": (mixtral, TOKENS, 8),  # the names are changed, and experts are stacked
 }
 
 
@@ -131,11 +130,11 @@ def test_what_is_not_quantized_keeps_its_name(name, tmp_path):
         names, found = TensorNames(skeleton(source)), set(after.names())
         own = {tensor: names.parameter(tensor) or tensor for tensor in before.names()}
         quantized = {tensor for tensor in own if own[tensor].rpartition(".")[0] in plan.shapes}
-        quantized |= {tensor for tensor in own if ".experts." in tensor}  # which Transformers stacks
+        quantized |= {tensor for tensor in own if ".experts." in tensor}  # Transformers stacks the experts
         assert {tensor for tensor in own if tensor not in quantized} <= found
         assert {own[tensor] for tensor in quantized if not tensor.endswith(".weight")} <= found
         weights = {tensor for tensor in quantized if tensor.endswith(".weight")}
-        assert len(found) == len(own) - len(weights) + 2 * len(plan.layers)  # codes and scales for each
+        assert len(found) == len(own) - len(weights) + 2 * len(plan.layers)  # codes and scales of each layer
 
 
 def test_the_gate_of_a_shared_expert_stays_in_16_bits(tmp_path):
@@ -188,7 +187,8 @@ class TestFusedFiles:
         assert torch.equal(outputs("llama", load(tmp_path / "q")), outputs("llama", in_memory))
 
     def test_split_on_the_way_from_another_tools_files(self, source, tmp_path):
-        """Quantized layers are taken over unchanged; the fused tensor is split as Transformers splits it."""
+        """Quantized layers of another tool's files are taken over unchanged. The fused tensor is split as Transformers splits
+        it."""
         quantize_checkpoint(source, tmp_path / "q", "w4a16_g16")
         convert_checkpoint(tmp_path / "q", tmp_path / "gptq", "gptq")
         direct = lowbit.load(tmp_path / "gptq", device="cpu", dtype=torch.float32)
@@ -210,9 +210,8 @@ class TestFusedFiles:
 
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory):
-    """Files whose tensors have the base model's names though config.json states the model with the head, as GPT-2 was
-    published.
-    """
+    """Files whose tensors have the names of the base model, although config.json states the model with the head. GPT-2 was
+    published so."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("names") / "gpt2"
     model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=160, n_positions=64))

@@ -114,7 +114,7 @@ def as_other_type(scale):
 
 
 FAULTS = {
-    # the name of a fault -> scheme, and what it makes of the weights of one layer
+    # name of a fault -> (scheme, the change that it makes to one layer's weights)
     "two scales of a row swapped": ("w4a16_g32", of_scale(lambda s: swapped(s, (3, 0), (3, 5)))),
     "scales of two rows swapped": ("w4a16_g32", of_scale(lambda s: swapped(s, 17, 200))),
     "one scale a quarter larger": ("w4a16_g32", of_scale(lambda s: changed(s, (9, 2), lambda v: 1.25 * v))),
@@ -314,7 +314,7 @@ def test_inspect_says_what_was_compared(made, plain):
 
 
 def test_stacked_layers(made):
-    """As vLLM stacks q, k and v."""
+    """Layers may be stacked into one module, as vLLM stacks q, k and v."""
     folder = made("w4a16_g32")
     names = [QUERY.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
     model = loaded(folder, torch.bfloat16)
@@ -335,7 +335,7 @@ def test_stacked_layers(made):
 
 
 def test_probes_and_tokens_are_the_same_for_ever():
-    """Files hold sums for them."""
+    """Probes and tokens must never change, since the checksums in files were computed with them."""
     assert stated.probes(12).tolist()[0] == PROBE
     assert stated.tokens(1000).tolist()[:4] == TOKENS
 

@@ -1,4 +1,4 @@
-"""Files written when the per-channel factor of x was called input_scale: read by every path, never written."""
+"""Older files call the per-channel factor of x input_scale. They are read by every path; the name is never written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism over two processes: the logits of one process, or the same refusal from both."""
+"""Tensor parallelism over two processes. Both have the logits of one process, or both give the same refusal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.tiny import tiny_llama, with_channels
 
 SECONDS = 600
 
-JOBS = {  # scheme on disk, scheme while loading, what is refused
+JOBS = {  # values: scheme on disk, scheme while loading, and the message of the refusal or None
     "plain": (None, None, None),
     "groups": ("w4a16_g8", None, None),
     "zero points": ("w8a16_g8_z", None, None),
@@ -89,7 +89,7 @@ def reports(tmp_path_factory):
     program = [sys.executable, "-m", "tests.models.tensor_parallel", json.dumps(jobs)]
     where = Path(__file__).parents[2]
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    if torch.cuda.device_count() < 2:  # on CPUs then, over gloo
+    if torch.cuda.device_count() < 2:  # without two GPUs, the processes use CPUs and gloo
         common["CUDA_VISIBLE_DEVICES"] = ""
     logs = [root / f"stderr{r}" for r in range(2)]
     ranks = []

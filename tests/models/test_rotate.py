@@ -1,4 +1,4 @@
-"""Rotated checkpoints: the model computes the same before weights are quantized, and what cannot be rotated is refused."""
+"""Rotated checkpoints. Before weights are quantized, the model computes the same. Models that cannot be rotated are refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_rotated_model_computes_the_same(family, seed, tmp_path):
     saved(random(made), tmp_path / "m")
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float64)(TOKENS).logits
-    # What differs is the rounding of rotated weights to float32.
+    # The remaining difference is that rotated weights are rounded to float32.
     assert (logits_of_rotated(tmp_path / "m", seed) - expected).abs().max() <= 3e-6 * expected.abs().max()
 
 
@@ -97,7 +97,7 @@ def test_weights_are_rotated_and_norms_are_ones(tmp_path):
         else:
             assert not torch.allclose(rotated.get(name), plain.get(name), atol=0.1), name
             assert not torch.equal(rotated.get(name), other.get(name)), name
-    for part in ("o_proj", "v_proj"):  # heads by another matrix in each layer
+    for part in ("o_proj", "v_proj"):  # each layer rotates its heads by another matrix
         name = f"model.layers.{{}}.self_attn.{part}.weight"
         assert rotated.get(name.format(0)).shape == plain.get(name.format(0)).shape
 
@@ -147,9 +147,8 @@ def test_a_quantized_checkpoint_runs_as_any_other(method, tied, tmp_path):
 
 
 def test_outliers_of_channels_no_longer_decide(tmp_path):
-    """A channel of the residual stream is 100 times larger than the others but no more important: rotation halves the error at
-    least.
-    """
+    """A channel of the residual stream is 100 times larger than the others, but no more important. Rotation at least halves the
+    error."""
     model = random(tiny_llama(tied=False))
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 5] *= 100

@@ -116,7 +116,8 @@ def test_smoothing_says_what_it_leaves(tiny, tmp_path):
 
 
 def test_factors_are_not_folded_through_a_rotation(tiny, tmp_path):
-    """SmoothQuant moves the range of down_proj's inputs into up_proj, unless they are rotated in between; layer by layer."""
+    """SmoothQuant moves the range of down_proj's inputs into up_proj, unless these inputs are rotated. Each layer is treated by
+    itself."""
     options = dict(method=SmoothQuant(), calibration=CALIBRATION)
     quantize_checkpoint(tiny, tmp_path / "q", "w8a8", **options, rotate_inputs=[DOWN])
     exact = logits(tiny)

@@ -37,7 +37,8 @@ IDS = torch.randint(0, 160, (2, 24), generator=torch.Generator().manual_seed(5))
 
 
 def hard(dtype, k=256):
-    """x [1, 40, k] of a type, with zeros, ties, subnormals, huge numbers, rows of one sign and numbers of every binade."""
+    """x [1, 40, k] of a dtype. It has zeros, ties, subnormals, huge numbers, rows of one sign and numbers of every power of
+    two."""
     generator = torch.Generator().manual_seed(k)
     info = torch.finfo(dtype)
     x = torch.randn(40, k, generator=generator) * torch.logspace(-7, 4, 40)[:, None]
@@ -87,12 +88,12 @@ def test_codes_and_scales_are_the_tools_to_the_bit(what, dtype):
     made = quantize_activations(x, name, **options)
     assert same(made.scale, scale.float().reshape(made.scale.shape))
     finite = made.scale.isfinite().expand(*x.shape[:-1], made.scale.shape[-1]).all(-1)
-    infinite = args.dynamic and not args.symmetric  # row 4: from the least to the largest number
+    infinite = args.dynamic and not args.symmetric  # row 4 has the least and the largest number of its dtype
     assert finite[0].tolist() == [row != 4 or not infinite for row in range(40)]
     assert torch.equal(bits(made.codes)[finite], bits(codes)[finite])
     if not args.symmetric and args.dynamic:
         assert torch.equal(made.zero[finite], zero.int()[finite])
-    # What the tool goes on with is the code times the scale, rounded to x's type.
+    # The tool computes with the code times the scale, rounded to x's dtype.
     simulated = fake_quantize(x, scale, zero, args)
     spread = made.scale.repeat_interleave(args.group_size, -1) if args.group_size else made.scale
     centered = made.codes.float() - (0 if made.zero is None else made.zero.float())
@@ -188,8 +189,8 @@ def test_layers_and_logits_are_the_tools(tmp_path, monkeypatch, scheme, dtype):
         terms = decoded.abs() @ layer.quant_tensor().dequantize(torch.float64).abs().T
         bound = (2 * u + u * u + x.shape[-1] * 2.0**-24) * terms + 2 * u * y.double().abs() + 2.0**-24
         assert bool(((layer(x).double() - y.double()).abs() <= bound).all()), name
-    # Rounded otherwise, a number next to a tie becomes the next code, which the layers after it spread. So the logits are
-    # compared with the tool's own products of our codes, to the bit; and as they are, where float32 lets few numbers do that.
+    # A number next to a tie may be rounded to the next code, and later layers amplify that. So the logits are compared, to the
+    # bit, with the tool's own products of our codes. In float32, where such numbers are rare, they are also compared directly.
     if dtype == torch.float32:
         difference = distance(ours(IDS).logits, logits)
         assert difference < (1e-2 if parsed.activation == int_format(8) else 5e-2), difference

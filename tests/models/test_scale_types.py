@@ -1,4 +1,5 @@
-"""Layers whose scales are bf16, since they leave fp16's normal range or the weights are bf16: written to files and loaded."""
+"""Layers with bf16 scales are written to files and loaded. Scales are bf16 if they leave fp16's normal range, or if the weights
+are bf16."""
 
 from __future__ import annotations
 

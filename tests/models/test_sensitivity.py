@@ -100,7 +100,7 @@ def test_it_foretells_the_divergence(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "TOKENS", 2048)
     save_tiny(tmp_path / "m", tied=False, dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
-    model.lm_head.weight.data *= 20  # a model that is sure of some tokens
+    model.lm_head.weight.data *= 20  # makes the model sure of some tokens
     model.save_pretrained(tmp_path / "m")
     tokens = torch.randint(3, 98, (32, 64), generator=torch.Generator().manual_seed(0))
     units = measured(tmp_path / "m", tmp_path, tokens)

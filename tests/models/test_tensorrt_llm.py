@@ -32,14 +32,14 @@ def test_modelopt_files_compute_what_modelopt_simulates(tmp_path):
     with torch.inference_mode():
         logits = model(torch.tensor([expected["ids"]])).logits[0]
     truth = torch.tensor(expected["logits"])
-    # It simulates in fp16 scales and factors, as rounded for the files; an exchanged layer or factor is off by 0.3 and more.
+    # ModelOpt simulates in fp16, with scales and factors as rounded for the files. An exchanged layer or factor is off by 0.3
+    # or more.
     assert (logits - truth).norm() < 0.01 * truth.norm()
 
 
 def test_weights_by_hand(tmp_path):
-    """Decodes byte by byte: two rows a byte, the even row in the low bits; signed codes; a scale for 128 columns; x is
-    multiplied by the factors first.
-    """
+    """Decodes byte by byte. A byte has two rows, the even row in its low bits. Codes are signed, a scale is for 128 columns,
+    and x is first multiplied by the factors."""
     tensors = load_file(MODELOPT / WEIGHTS)
     base = "transformer.layers.0.attention.qkv"
     weight, scale, factor = (tensors[f"{base}.{s}"] for s in ("weight", "weights_scaling_factor", "prequant_scaling_factor"))

@@ -1,6 +1,5 @@
-"""TensorRT-LLM's checkpoints whose bytes are in the order of a GPU: made here, element by element and without `lowbit.pack`, by
-a preprocessor written from TensorRT-LLM's description, and read back as the same model.
-"""
+"""TensorRT-LLM's checkpoints whose bytes are in the order of a GPU. The tests make them element by element and without
+`lowbit.pack`, with a preprocessor that follows TensorRT-LLM's description. They are read back as the same model."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ KINDS = {
 
 
 def place(k, n, k_size, bits, order):
-    """(row of 32-bit words or bytes, element within it) of element (k, n) of w^T after preprocessing: its index in the stream
-    of elements, lowest bits first."""
+    """Returns (row of 32-bit words or bytes, element within it) for element (k, n) of w^T: its place after preprocessing, in a
+    stream of elements that begins with the lowest bits."""
     if order == "column_major":
         return n * k_size + k
     rows = 8 * 16 // bits  # rows of w^T that are permuted together
@@ -39,7 +38,7 @@ def place(k, n, k_size, bits, order):
     half, lane, pair, low = inside // 16, inside % 8 // 2, inside % 16 // 8, inside % 2
     moved = k - inside + lane * (rows // 4) + half * 4 + pair * 2 + low
     if order == "interleaved":
-        columns = 128 * 8 // (64 * bits)  # those that share a line of 128 bytes, 64 k of each
+        columns = 128 * 8 // (64 * bits)  # number of columns that share a line of 128 bytes, each with 64 k
         at = (n // columns) * columns * k_size + (moved // 64) * 64 * columns + (n % columns) * 64 + moved % 64
     else:
         at = n * k_size + moved
@@ -188,7 +187,7 @@ def test_positions_are_scaled_under_either_name(tmp_path, named):
 @pytest.mark.parametrize("algorithm", ["W4A16_GPTQ", "W8A16_GPTQ", "W4A16_AWQ"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_symmetric_weights_of_groups(tmp_path, algorithm, dtype):
-    """GPTQ's symmetric files have zeros that are all 0, and AWQ's that were converted there have none."""
+    """Symmetric GPTQ files have zeros that are all 0; converted AWQ files have no zeros."""
     held, config = own_checkpoint(tmp_path / "own", f"w{algorithm[1]}a16_g64", dtype=dtype)
     zeros = algorithm != "W4A16_AWQ"
     folder = their_checkpoint(tmp_path / "theirs", held, config, algorithm, "interleaved", group_size=64, has_zero_point=zeros)
@@ -221,7 +220,7 @@ def test_zeros_are_what_the_files_say(tmp_path):
 
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_other_decoders(tmp_path, architecture):
-    """Qwen2 has biases of q, k and v, one tensor there; Qwen3 norms of heads."""
+    """Qwen2 has biases of q, k and v, which are one tensor in these files. Qwen3 has norms of heads."""
     held, config = own_checkpoint(tmp_path / "own", "w8a16", architecture)
     folder = their_checkpoint(tmp_path / "theirs", held, config, "W8A16", "interleaved", architecture)
     assert (f"{LAYER}.attention.qkv.bias" in load_file(folder / "rank0.safetensors")) == (architecture[:5] == "Qwen2")

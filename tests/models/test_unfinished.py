@@ -1,6 +1,5 @@
-"""Unfinished quantizations: damaged layers are quantized again, half-written files are removed, a concurrent second run is
-refused.
-"""
+"""Unfinished quantizations. Damaged layers are quantized again, half-written files are removed, and a second run at the same
+time is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a model that name code, hub kernels, pickles or files elsewhere: none is run, loaded, unpickled or read."""
+"""Files of a model may name code, hub kernels, pickles or files elsewhere. Nothing of it is run, loaded, unpickled or read."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class TestCodeOfAModel:
         assert not ran.exists()
 
     def test_every_call_of_ours_says_so(self):
-        """Every call that loads a model forbids code from its folder, except GenerationConfig's, which has no such argument."""
+        """Every call in lowbit that loads a model forbids code from its folder. GenerationConfig has no such argument and needs
+        none."""
         silent = []
         for file in (f for folder in ("lowbit", "study") for f in sorted((ROOT / folder).rglob("*.py"))):
             for node in ast.walk(ast.parse(file.read_text())):

@@ -25,7 +25,7 @@ from tests.tiny_experts import tiny_experts
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Checkpoints by the way in which they are stored."""
+    """Checkpoints, by how their weights are stored."""
     root = tmp_path_factory.mktemp("stored")
     save_tiny(root / "plain", tied=False)
     save_tiny(root / "tied")

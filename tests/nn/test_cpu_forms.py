@@ -1,6 +1,5 @@
-"""Layers on a CPU whose weights are in the form of torch's products: packed once, restored bit for bit, never pickled in that
-form.
-"""
+"""Layers on a CPU have weights in the form of torch's products. Weights are packed once and restored bit for bit. Pickles never
+have this form."""
 
 from __future__ import annotations
 

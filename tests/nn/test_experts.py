@@ -30,7 +30,7 @@ def experts_of(name, dtype=torch.float32):
 
 
 def converted(module, scheme):
-    """The module as the only one of a model, quantized."""
+    """Quantizes the module, as the only module of a model."""
     model = nn.Module()
     model.experts = copy.deepcopy(module)
     convert(model, scheme)
@@ -70,7 +70,7 @@ def test_16_bit_activations_in_every_form_of_a_cpu(scheme):
     with torch.no_grad():
         expected = reference(x.float(), chosen, weights)
     state = {name: t.clone() for name, t in quantized.state_dict().items()}
-    for memory in (0, 1 << 40):  # decoded at every call, and once
+    for memory in (0, 1 << 40):  # weights are dequantized at every call with 0, once with much memory
         assert len(allow_decoding(model, torch.bfloat16, memory)) == 1
         y = quantized(x, chosen, weights)
         assert y.dtype == torch.bfloat16
@@ -107,7 +107,7 @@ def test_slots_of_other_ranks_add_nothing_and_no_token_is_nothing():
     quantized = converted(experts_of("gpt_oss"), "w8a16")
     x, chosen, weights = inputs()
     away = chosen.clone()
-    away[::2, 1] = 4  # expert parallelism's number for an expert of another rank
+    away[::2, 1] = 4  # 4 is one more than the last expert: expert parallelism's number for an expert of another rank
     masked = torch.where(away == 4, 0.0, weights)
     torch.testing.assert_close(quantized(x, away, weights), quantized(x, chosen, masked))
     assert torch.equal(quantized(x, torch.full_like(chosen, 4), weights), torch.zeros_like(x))
@@ -170,9 +170,9 @@ def test_half_leaves_scales_and_reloading_packs_again():
 
 
 OTHERS = {
-    "transformers.models.deepseek_v4.modeling_deepseek_v4:DeepseekV4Experts": GateRule("none"),  # limits of its own
-    "transformers.models.nemotron_h.modeling_nemotron_h:NemotronHExperts": GateRule("none"),  # no gate
-    "transformers.models.aria.modeling_aria:AriaExperts": GateRule("silu"),  # transposed
+    "transformers.models.deepseek_v4.modeling_deepseek_v4:DeepseekV4Experts": GateRule("none"),  # has its own limits
+    "transformers.models.nemotron_h.modeling_nemotron_h:NemotronHExperts": GateRule("none"),  # has no gate
+    "transformers.models.aria.modeling_aria:AriaExperts": GateRule("silu"),  # has transposed matrices
     "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl:MiniMaxM3VLExperts": GateRule("clamped_swiglu"),
     "transformers.models.gemma4.modeling_gemma4:Gemma4TextExperts": GateRule("gelu_tanh"),
 }
@@ -205,7 +205,8 @@ def test_experts_of_other_architectures(path):
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_the_form_of_a_gpu(name):
-    """All experts in one weight, multiplied by the operators on a CPU: a gate in the epilogue, biases in the order of rows."""
+    """The weights of all experts are packed as one, as on a GPU, and multiplied by the operators' CPU implementation. The gate
+    is in the epilogue, and biases follow the order of rows."""
     pytest.importorskip("lowbit.ops.expert_gemm", reason="the kernels of experts are not in this tree")
     quantized = converted(experts_of(name), "w4a16_g32")
     with torch.no_grad():
@@ -233,7 +234,7 @@ def test_experts_on_a_gpu(name, scheme, tokens):
     x, chosen, weights = (t.repeat(-(-tokens // TOKENS), 1)[:tokens].cuda() for t in inputs(torch.bfloat16))
     reference = quantized.dequantized(torch.float64).cuda()
     reference.config = copy.deepcopy(reference.config)
-    reference.config._experts_implementation = "eager"  # torch's grouped product takes no float64
+    reference.config._experts_implementation = "eager"  # torch's grouped product does not support float64
     expected = reference(x.double(), chosen, weights.double())
     state = {key: t.clone() for key, t in quantized.state_dict().items()}
     quantized.cuda()
@@ -248,7 +249,7 @@ def test_experts_on_a_gpu(name, scheme, tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_gradients_on_a_gpu(name):
-    """Single experts of the form that all share, whose rows alternate."""
+    """The backward pass unpacks single experts of the weight that all share, in which rows alternate."""
     quantized = converted(experts_of(name, torch.bfloat16), "w4a16_g32")
     plain = quantized.dequantized(torch.float32).cuda()
     quantized.cuda()
@@ -262,7 +263,7 @@ def test_gradients_on_a_gpu(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_experts_in_a_cuda_graph(name):
-    """Nothing waits for the device, and a replay computes other routes."""
+    """A captured call never synchronises with the device. A replay computes other routes."""
     quantized = converted(experts_of(name, torch.bfloat16), "w4a16_g32").cuda()
     held = [t.cuda() for t in inputs(torch.bfloat16)]
     graph = torch.cuda.CUDAGraph()

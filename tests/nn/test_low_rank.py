@@ -1,4 +1,5 @@
-"""Low-rank corrections in a layer: added to the product, kept when saved and tied, refused where nothing would add them."""
+"""Low-rank corrections in a layer. They are added to the product, and kept when layers are saved and tied. Code that would not
+add them is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_the_layer_adds_the_correction(name, dtype, channels, shape):
     plain = replace(q, low_rank=None)
     without = nn.functional.linear(x.double(), plain.dequantize(torch.float64), layer.bias.double())
     error = (QuantLinear.from_quant_tensor(plain, layer.bias)(x).double() - without).abs().max()
-    # Beside the layer's own error: the product, x down^T, and the sum are rounded once each.
+    # Beside the layer's own error, three values are rounded once each: the product, x down^T, and the sum.
     assert (y.double() - expected).abs().max() < 1.5 * error + 2 * EPS[dtype] * expected.abs().max()
     if not channels:
         whole = nn.functional.linear(x.double(), w.double(), layer.bias.double())

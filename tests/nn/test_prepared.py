@@ -74,9 +74,8 @@ def test_what_is_loaded_fills_the_kernels_form_where_it_is(scheme):
 
 @pytest.mark.parametrize("factor", [1e-4, 1e4])
 def test_loaded_weights_whose_form_has_other_tensors_take_no_graphs_memory(factor):
-    """Only scales outside fp16's normal range have a power of two for each row, so the two layers have different kernel
-    tensors.
-    """
+    """Only scales outside fp16's normal range have a power of two for each row. So the kernel tensors of the two layers
+    differ."""
     weight = torch.randn(96, 200).half()
     small, large = sorted((1.0, factor))
     first, second = (QuantLinear.from_quant_tensor(rtn(weight * f, "w4a16_g128")) for f in (small, large))
@@ -133,7 +132,7 @@ def test_a_layer_on_a_gpu_uses_the_kernels(scheme):
     x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
     weight = module.quant_tensor().dequantize(torch.float64)
     expected = weight @ x.double().T
-    # Scales of input channels are multiplied into the activations, which rounds each of them once more to float16.
+    # Scales of input channels are multiplied into the activations, which rounds each activation once more to float16.
     rounding = 2**-11 * (weight.abs() @ x.double().abs().T) if "channels" in scheme else torch.zeros_like(expected)
     error = (module(x).double() - expected.T).abs()
     assert (error <= 1e-2 + 1e-2 * expected.T.abs() + rounding.T).all()

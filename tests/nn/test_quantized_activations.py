@@ -1,4 +1,5 @@
-"""Layers whose input is quantized too: compared with a plain simulation, after saving, with input transforms, on a GPU."""
+"""Layers whose input is quantized too, compared with a plain simulation: also after saving, with input transforms, and on a
+GPU."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ def test_a_layer_on_a_gpu(name, static, m):
     for _ in range(2):
         torch.testing.assert_close(layer(x).double(), expected, rtol=5e-3, atol=5e-3 * float(expected.abs().mean()))
     assert all(torch.equal(value, saved[key]) for key, value in layer.state_dict().items())
-    # The tensor cores add 8-bit floats in fewer bits than float32 has.
+    # For 8-bit floats, tensor cores add in fewer bits than float32 has.
     tolerance = 1e-5 if q.scheme.activation.name == "int8" else 5e-3
     wide = simulated(x.float(), q)
     torch.testing.assert_close(layer(x.float()).double(), wide, rtol=tolerance, atol=tolerance * 10 * float(wide.abs().mean()))

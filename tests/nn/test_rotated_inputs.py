@@ -1,4 +1,4 @@
-"""Layers that rotate their input: bit for bit what a layer without rotation computes of the rotated input."""
+"""Layers that rotate their input. The result is bit-equal to that of a layer without rotation on the rotated input."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_equals_the_layer_without_on_rotated_inputs(name, kind, device):
             assert torch.equal(layer(x), without(rotate_channels(x, 64)))
             exact = x.double() @ q.dequantize(torch.float64).T + own.double()
             assert (layer(x).double() - exact).norm() <= 0.05 * exact.norm(), "and is near the product with what it means"
-        held = layer.quant_tensor()  # prepared by now
+        held = layer.quant_tensor()  # the weights are prepared after the first call
         assert held.input_transform.hadamard == 64 and torch.equal(held.codes, q.codes) and copy.deepcopy(layer).hadamard == 64
 
 
@@ -80,7 +80,8 @@ def test_one_rotation_for_all_that_read_an_input():
     x, norm = random(5, 256), torch.nn.RMSNorm(256, eps=1e-6)
     norm.weight.data = random(256, seed=5)
     made = QuantizingNorm(norm, 1e-6, gate)(x)
-    apart = gate.quantize_input(rms_norm_reference(x, norm.weight, 1e-6))  # x is float32: nothing is rounded in between
+    # x is float32, so that nothing is rounded between norm and rotation
+    apart = gate.quantize_input(rms_norm_reference(x, norm.weight, 1e-6))
     assert torch.equal(made.codes, apart.codes) and torch.equal(made.scale, apart.scale)
     assert not torch.equal(made.codes, plain.quantize_input(norm(x)).codes)
     assert torch.equal(gate(made), gate(apart)) and torch.equal(up(made), up(apart))

@@ -36,7 +36,7 @@ def prompt_then_steps(given, device, dtype, tolerance, sinks=None, kv="16"):
     tables = torch.tensor([[0, 0, 0], [3, 1, 0]], dtype=torch.int32, device=device)
 
     def new_pages():
-        """Pages full of NaN; packed ones full of codes and scales that are NaN where the format has one."""
+        """Pages full of NaN. Packed pages are full of codes and scales that are NaN, if the format has such codes."""
         made = KVPages.make(parse_kv(kv), 4, given.kv_heads, given.head_dim, dtype, device)
         for t in made.tensors:
             if t is not None:
@@ -65,7 +65,7 @@ def prompt_then_steps(given, device, dtype, tolerance, sinks=None, kv="16"):
         p.read(tables[1][token // PAGE].long(), token % PAGE, torch.float32) for p in (pages, of_steps)
     )
     assert torch.equal(steps_v, v)
-    # A rounding of RoPE that differs may change a code by one.
+    # A different rounding of RoPE may change a code by one.
     step_of_code = {"16": tolerance, "fp8": 0.3, "int8": 0.06, "int4": 0.6}[pages.scheme.k.name]
     assert (steps_k - k).abs().max() < step_of_code and (steps_k != k).float().mean() < (1.0 if kv == "16" else 0.02)
     for p in (pages, of_steps):

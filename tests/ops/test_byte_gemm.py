@@ -24,9 +24,8 @@ EIGHT = ["w8a8", "w8a8_t", "fp8", "fp8_dynamic", "fp8_block", "w8e4m3a8e5m2"]
 NARROW = ["w4a8", "w4a8_g128", "w4a8_g256", "w6a8", "w3a8_g128", "w4a8e4m3", "w4a8e4m3_g128", "w6e3m2a8e4m3", "w6e2m3a8e4m3"]
 EPS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1e-6}
 ERROR = {"int8": 0.0, "fp8": 4e-4, "positive": 1e-3}
-"""Relative error of the sums, in addition to the rounding of y: int8, fp8 of both signs, positive fp8
-(docs/internals/numerics.md).
-"""
+"""Relative error of the sums, without the rounding of y: for int8, fp8 of both signs, and positive fp8
+(docs/internals/numerics.md)."""
 
 
 def problem(scheme, m, n, k, kind="token", zero=False, seed=0):
@@ -228,7 +227,7 @@ def test_codes_of_y_are_those_of_the_float_result(scheme, m):
 @pytest.mark.parametrize("k", [4096, 28672])
 @pytest.mark.parametrize("positive", [False, True])
 def test_sums_of_fp8_stay_close(k, positive):
-    """The error bound of docs/internals/numerics.md, for random values and for positive values, whose sums grow with K."""
+    """The error stays within docs/internals/numerics.md, for random values, and for positive values, whose sums grow with K."""
     q, x, x_scale, _, _ = problem("fp8_dynamic", 64, 512, k)
     if positive:
         q = type(q)(q.codes & 127, q.scale, None, q.scheme)
@@ -317,7 +316,7 @@ def test_x_of_any_layout():
     wide = torch.randint(-128, 128, (5, 2003), device="cuda", dtype=torch.int8)
     for x in (wide[:, 1:1001], wide[:, ::2][:, :1000], wide[:, :1000].T.contiguous().T):
         assert torch.equal(byte_gemm(x, x_scale, w), byte_gemm(x.contiguous(), x_scale, w))
-    apart = torch.cat([torch.zeros(3, 1, device="cuda"), x_scale])[3:]  # not aligned to 16 bytes
+    apart = torch.cat([torch.zeros(3, 1, device="cuda"), x_scale])[3:]  # the view is not aligned to 16 bytes
     assert torch.equal(byte_gemm(x, apart, w), byte_gemm(x, x_scale, w))
     assert byte_gemm(x[:0], x_scale[:0], w).shape == (0, 128)
 

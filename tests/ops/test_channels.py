@@ -34,7 +34,7 @@ def test_by_hand():
     assert gather_channels(x, order, None).tolist() == [[3, 1, 2]]
     assert gather_channels(x, None, scale).tolist() == [[10, 200, 3000]]
     assert gather_channels(x, order, scale).tolist() == [[3000, 10, 200]]
-    # x * scale is rounded to fp16; the scale itself is not, as it would become 1.
+    # x * scale is rounded to fp16. The scale itself is not rounded to fp16: it would become 1.
     x, scale = torch.tensor([[1 + 2.0**-10]]).half(), torch.tensor([1 + 2.0**-11])
     assert gather_channels(x, None, scale).item() == 1 + 2.0**-9
 

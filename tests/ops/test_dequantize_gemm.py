@@ -1,6 +1,5 @@
-"""The operator against the float64 reference, over every format, granularity, zero, dtype and ragged shapes; torch's
-opcheck.
-"""
+"""The operator is compared with the float64 reference, over every format, granularity, zero, dtype and ragged shapes. torch's
+opcheck must pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Embeddings, norms with residual and gates on a CPU: bit-equal to Transformers' modules, against float64, and refusals."""
+"""Embeddings, norms with residual, and gates on a CPU. They are bit-equal to Transformers' modules or compared with float64.
+Also tests refusals."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_the_two_orders_of_rounding_differ():
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_squares_and_products_make_the_norm(dtype, offset):
-    """The norm as GEMM epilogues compute it, from squares and products; without the factor, x would exceed fp16's range."""
+    """GEMM epilogues compute the norm from squares and products. Without the factor, x would exceed fp16's range."""
     h, delta = 1000 * random(6, 576, dtype=dtype), random(6, 576, dtype=dtype, seed=1)
     gamma = 100 + random(576, dtype=dtype, seed=2)
     mine, factor = h.clone(), 2.0**-8

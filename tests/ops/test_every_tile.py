@@ -115,9 +115,8 @@ def test_there_are_many_without_wgmma(scheme, machine):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_tile_without_wgmma(scheme, dtype, machine):
-    """Tiles of the large-M mma.sync kernel, which GPUs without wgmma take: a full and a partial tile, and equal bits in a
-    second run.
-    """
+    """GPUs without wgmma use tiles of the large-M mma.sync kernel. A full and a partial tile are checked, and equal bits in a
+    second run."""
     for place, (n, k, ms) in enumerate(new_tiles(scheme, machine=machine, kind=MmaTile)):
         generator = torch.Generator("cuda").manual_seed(place)
         q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, scheme)

@@ -40,7 +40,8 @@ def relative_error(y, reference) -> float:
 
 
 def honest(x, w, routing, bias, gate, weighted):
-    """torch's result in x's dtype with the dequantized weights, rounded where unfused modules round."""
+    """Returns torch's result in the dtype of x with dequantized weights. It is rounded where modules that are not fused
+    round."""
     wide = expert_gemm_reference(x, w, routing.experts, None, bias).to(x.dtype)
     if gate != "none":
         first, second = (part.flatten(1) for part in wide.unflatten(1, (-1, 2, 8)).unbind(2))
@@ -148,7 +149,8 @@ def routings(tokens, top_k, count, tile_rows, generator):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_format(scheme, dtype):
-    """Ragged N and K; experts with no slot, one slot and more than a tile; few and many rows; gates, biases, router weights."""
+    """N and K are no multiples of a tile. Experts have no slot, one slot, or more slots than a tile has rows. There are few and
+    many rows, gates, biases and router weights."""
     generator = torch.Generator().manual_seed(0)
     for place, (n, k) in enumerate([(528, 1096), (1000, 576)]):
         gate = "none" if place else "silu"
@@ -225,7 +227,7 @@ def test_rows_do_not_depend_on_the_batch_where_they_must_not():
 
 @gpu
 def test_a_layer_in_a_graph_follows_its_routing():
-    """A captured layer is replayed with a different routing; the host does not depend on the routing."""
+    """A captured layer is replayed with a different routing. The host's work does not depend on the routing."""
     generator = torch.Generator().manual_seed(5)
     up, down = packed("w4a16_g128", 8, 512, 256, "silu", "cuda"), packed("w4a16_g128", 8, 256, 256, "none", "cuda")
     x = torch.randn(12, 256, generator=generator).to("cuda", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""expert_mlp: all experts in one weight, and a matrix for each, against float64."""
+"""expert_mlp against float64, for all experts in one weight and for a matrix of each expert."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def data(tokens, scheme, dtype=torch.float32, seed=0):
 
 
 def reference(matrices, x, chosen, weights, biases, residual):
-    """The same in float64."""
+    """Computes the same in float64."""
     gate_up, down = ([q.dequantize(torch.float64) for q in each] for each in matrices)
     y = residual.double().clone()
     for t in range(len(x)):
@@ -104,7 +104,7 @@ def test_tensors_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("scheme", ["w4a16_g32", "w8a16", "w6e3m2a16", "w8e4m3a16_b16x16", "w2a16_t"])
 def test_all_experts_in_one_weight(scheme, interleaved):
-    """The form of a GPU's kernels, multiplied by the operators on a CPU, and unpacked from it."""
+    """The weights of all experts are packed as one, as on a GPU. The operators multiply by it on a CPU, and unpack it."""
     pytest.importorskip("lowbit.ops.expert_gemm", reason="the kernels of experts are not in this tree")
     matrices, x, chosen, weights, biases = data(7, scheme, torch.bfloat16)
     rule = GateRule("silu", interleaved)
@@ -133,3 +133,26 @@ def test_all_experts_in_one_weight(scheme, interleaved):
     for part in parts:
         part.restore()
         assert not part.is_prepared and part.weight_packed.numel()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hit", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9, 200, 900])
+def test_slots_of_no_expert_add_nothing_on_a_gpu(tokens, hit):
+    """There are few rows and many. Some or all experts of a token are on other ranks (-1). Rows that no kernel writes hold
+    NaN."""
+    matrices, x, chosen, weights, biases = data(tokens, "w4a16_g32", torch.float16)
+    chosen[torch.rand(chosen.shape, generator=torch.Generator().manual_seed(3)) < 0.4] = -1
+    chosen = chosen if hit else torch.full_like(chosen, -1)
+    parts = [PackedExperts.from_expert_tensor(ExpertTensor.stack(each, E)).cuda() for each in matrices]
+    rule = GateRule("silu", False)
+    parts[0].row_order = rule.rows(2 * INNER)
+    forms = [part.forms_for(torch.float16) for part in parts]
+    given = [t.cuda() for t in (x, chosen, weights)]
+    torch.full((1 << 26,), float("nan"), dtype=torch.float16, device="cuda")  # poisons memory to be reused
+    y = expert_mlp(
+        *given, *forms, gate="silu", gate_up_bias=biases[0].cuda()[:, parts[0].packed_rows], down_bias=biases[1].cuda()
+    )  # fmt: skip
+    zeros, present = torch.zeros(tokens, K), chosen.clamp(0)
+    expected = reference(matrices, x, present, weights.masked_fill(chosen < 0, 0), biases, zeros)
+    torch.testing.assert_close(y.double().cpu(), expected, rtol=1e-2, atol=1e-2 * max(1.0, float(expected.abs().max())))

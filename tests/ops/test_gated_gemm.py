@@ -1,4 +1,4 @@
-"""Gate and up as one GEMM with the gate in its epilogue: against float64 on a GPU; refusals."""
+"""Gate and up as one GEMM with the gate in its epilogue, compared with float64 on a GPU. Also tests refusals."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def product(tile, x, w, bias=None, gate="none"):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("m", "n", "k"), [(300, 520, 2048), (77, 1000, 576), (129, 523, 1096), (40, 344, 203)])
 def test_against_float64(scheme, dtype, m, n, k):
-    """Ragged shapes: rows, tokens and K that end within a tile; N or K that is no multiple of 8."""
+    """Rows, tokens and K end within a tile. N or K may be no multiple of 8."""
     q = quantized(scheme, n, k)
     w, x = FragmentWeight.pack(q), torch.randn(m, k, device="cuda", dtype=dtype)
     bias = torch.randn(n, device="cuda", dtype=dtype)

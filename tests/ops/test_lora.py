@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -14,9 +16,9 @@ from lowbit.kernels.reference.lora import lora_reference, part_of_columns
 from lowbit.ops.fragment_gemm import fragment_gemm, plan_for
 from lowbit.ops.fused_gemm import norm_gemm, residual_gemm
 from lowbit.ops.gated_gemm import gated_gemm
-from lowbit.ops.lora import LoraWeight, lora
+from lowbit.ops.lora import LoraWeight, epilogue_refusals, lora, lora_sums
 from lowbit.pack import DenseWeight, FragmentWeight, WeightForm
-from lowbit.pack.gated import pack_gated
+from lowbit.pack.gated import alternate, pack_gated
 from tests.kernels.calls import meta, mixed_call
 from tests.kernels.sass import compile_plan
 from tests.ops.test_fused_gemm import poison, quantized, relative_error
@@ -105,6 +107,83 @@ def test_a_bias_of_tokens_on_a_cpu(dense):
         norm_gemm(x, w, squares, bias[:2], width=64, eps=1e-5)
 
 
+def sums_of(m, widths, rank, k, dtype, device="cpu", alternates=False, adapters=3, **norm):
+    """(x, the sums of rows of several adapters and of none)."""
+    weight = weight_of(adapters, widths, rank, k, dtype, device, alternates)
+    x = torch.randn(m, k, device=device).to(dtype)
+    adapter_of = ((torch.arange(m, dtype=torch.int32) + 1) % (adapters + 1) - 1).to(device)
+    return x, lora_sums(x, weight, adapter_of, **norm)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_sums_in_an_epilogue_are_a_bias_of_tokens_on_a_cpu(dense):
+    q = quantized("w4a16_g32", 64, 64)
+    w = DenseWeight(torch.randn(64, 64).half()) if dense else FragmentWeight.pack(q)
+    squares, bias, given = torch.rand(2, 5) + 0.5, torch.randn(64).half(), {"width": 64, "eps": 1e-5, "factor": 0.5}
+    for gated in ("none", "silu"):
+        x, sums = sums_of(5, (32, 32), 16, 64, torch.float16, alternates=not dense, squares=squares, **given)
+        tokens = lora(x, sums.weight, sums.adapter_of, bias, squares=squares, **given)
+        y = norm_gemm(x, w, squares, bias, gated=gated, lora=sums, **given)
+        assert relative_error(y, norm_gemm(x, w, squares, tokens, gated=gated, **given).double()) < 2e-3
+    x, sums = sums_of(5, (64,), 32, 64, torch.float16)
+    h, gamma = torch.randn(5, 64).half(), torch.rand(64)
+    made = [h.clone(), h.clone()]
+    residual_gemm(x, w, made[0], gamma, bias, lora=sums)
+    residual_gemm(x, w, made[1], gamma, lora(x, sums.weight, sums.adapter_of, bias))
+    assert relative_error(made[0], made[1].double()) < 2e-3
+
+
+def test_sums_that_do_not_fit_are_refused():
+    w, squares = FragmentWeight.pack(quantized("w4a16_g32", 64, 64)), torch.rand(2, 5)
+    x, sums = sums_of(5, (32, 32), 16, 64, torch.float16)
+    for wrong in (
+        dataclasses.replace(sums, t=sums.t[:, :4]), dataclasses.replace(sums, t=sums.t.double()),
+        dataclasses.replace(sums, adapter_of=sums.adapter_of.long()), sums_of(5, (32, 24), 16, 64, torch.float16)[1],
+        sums_of(5, (64,), 128, 64, torch.float16)[1],
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="norm_gemm: adapters of 64 columns in parts"):
+            norm_gemm(x, w, squares, width=64, eps=1e-5, lora=wrong)
+    with pytest.raises(ValueError, match=r"lora_sums: x is torch.float16 \[M, 64\]"):
+        lora_sums(x[:, :32], sums.weight, sums.adapter_of)
+    reasons = epilogue_refusals(weight_of(1, (8,), 128, 60, torch.float32), torch.device("cpu"))
+    assert len(reasons) == 4 and "ranks of up to 64, not 128" in reasons[2]
+    assert not epilogue_refusals(sums.weight, torch.device("cuda"))
+
+
+def test_opcheck_of_sums():
+    weight = weight_of(2, (16, 16), 16, 40, torch.float16)
+    x, rows = torch.randn(3, 40).half(), torch.tensor([0, -1, 1], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.lowbit.lora_sums.default, (x, weight.a, rows, torch.rand(2, 3), 40, 1e-5, 1.0))
+
+
+@pytest.mark.parametrize(("m", "role"), [(1, "gated"), (8, "norm"), (16, "residual"), (64, "gated"), (64, "norm")])
+def test_machine_code_with_adapters(m, role):
+    """Products with adapters do not spill in their main loops."""
+    from lowbit.kernels.choose.fused_gemm import choose_chain
+    from lowbit.kernels.parts.lora_epilogue import LoraTerms
+    from tests.kernels.sm90.test_compile import main_loop
+
+    machine, half, n, k = typical_machine(90), torch.float16, 4096, 4096
+    shape, form = GemmShape(m, n, k, 4), WeightForm("int4", 128, "none", "fp16")
+    widths = (n,) if role == "residual" else (n // 2, n // 2)
+    terms = LoraTerms(widths, role == "gated", 4, 16, 2, "fp16")
+    options = {"h_type": "fp16"} if role == "residual" else {"norm_parts": 32, "gate": "silu" if role == "gated" else "none"}
+    plan = plan_for(choose_chain(role, shape, machine), shape, form, half, False, machine, lora=terms, **options)
+    x, codes, scale, channel, _, sums, arrived = mixed_call(shape, half, 128, half)
+    call = x, codes, scale, channel if form.channel_scale else None, None, sums, arrived
+    if role == "residual":
+        call += meta((plan.squares_parts, m), torch.float32), meta((m, n), half), meta((n,), torch.float32), 1.0, None, None
+    else:
+        call += meta((32, m), torch.float32), None, None, 1.0, 1.0 / k, 1e-5
+    call += meta((2, m, len(widths), 16), torch.float32), meta((4, n, 16), half), meta((m,), torch.int32)
+    kernel = compile_plan(plan, call, 90)
+    if type(plan.tile).__name__ == "WgmmaTile":
+        assert not any("LDL" in line or "STL" in line for line in main_loop(kernel.lines)), "registers spilled"
+    else:
+        spilled = [i for i, line in enumerate(kernel.lines) if "LDL" in line or "STL" in line]
+        assert not any(first <= i <= last for i in spilled for first, last in kernel.loops), "registers spilled"
+
+
 @pytest.mark.parametrize("end", ["norm", "silu", "residual", "plain"])
 @pytest.mark.parametrize(("m", "sm"), [(1, 90), (16, 90), (64, 90), (8, 80), (1024, 90), (300, 80)])
 def test_machine_code(end, m, sm):
@@ -164,6 +243,61 @@ def test_chains_with_a_bias_of_tokens_on_a_gpu(m, dtype):
         added, _, _ = residual_gemm_reference(x, q, h, gamma, bias)
         assert relative_error(after, added) < (2e-3 if dtype == torch.float16 else 1.2e-2), scheme
         assert torch.equal(following, (after.float() * gamma).to(dtype))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("m", [1, 4, 8, 16, 33, 64])
+def test_chains_with_adapters_on_a_gpu(m, dtype):
+    """Against float64, with the same bits twice; q, k and v of unequal widths, gates and ups, ragged columns."""
+    limit = 2e-3 if dtype == torch.float16 else 1.2e-2
+    for scheme, widths, k, rank in (
+        ("w4a16_g128", (4096, 1024, 1024), 4096, 16), ("w4a16_g128", (1792, 1792), 2048, 32),
+        ("w8a16", (600, 200, 208), 576, 64),
+    ):  # fmt: skip
+        n = sum(widths)
+        q = quantized(scheme, n, k, "cuda")
+        w = FragmentWeight.pack(q)
+        squares, bias = k * (0.5 + torch.rand(37, m, device="cuda")) / 37, torch.randn(n, device="cuda").to(dtype)
+        given = {"width": k, "eps": 1e-5, "factor": 0.5}
+        gates = len(widths) == 2
+        x, sums = sums_of(m, widths, rank, k, dtype, "cuda", gates, squares=squares, **given)
+        part_of = part_of_columns(widths, gates)
+        a, b, adapter_of = sums.weight.a, sums.weight.b, sums.adapter_of
+        added = lora_reference(x, a, b, adapter_of, part_of, squares, bias, **given)
+        for gated in ("none", "silu") if gates else ("none",):
+            expected = norm_gemm_reference(x, q, squares, added, width=k, eps=1e-5, x_factor=0.5, gated=gated)
+            made = []
+            for _ in range(2):
+                poison((m, n), dtype=dtype)
+                made.append(norm_gemm(x, w, squares, bias, gated=gated, lora=sums, **given))
+            assert relative_error(made[0], expected) < limit, (scheme, gated)
+            assert torch.equal(*made)
+    for k, rank in ((4096, 16), (14336, 16), (4096, 64)):
+        q = quantized("w4a16_g128", 4096, k, "cuda")
+        w, h = FragmentWeight.pack(q), torch.randn(m, 4096, device="cuda").to(dtype)
+        gamma = torch.rand(4096, device="cuda") + 0.5
+        x, sums = sums_of(m, (4096,), rank, k, dtype, "cuda")
+        added = lora_reference(x, sums.weight.a, sums.weight.b, sums.adapter_of, part_of_columns((4096,), False))
+        after = [h.clone(), h.clone()]
+        following = [residual_gemm(x, w, each, gamma, lora=sums)[0] for each in after]
+        expected, _, _ = residual_gemm_reference(x, q, h, gamma, added)
+        assert relative_error(after[0], expected) < limit, k
+        assert torch.equal(*after) and torch.equal(following[0], (after[0].float() * gamma).to(dtype))
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 16])
+def test_rows_of_16_bits_with_adapters_on_a_gpu(m):
+    values = (torch.randn(2048, 1024, device="cuda") * 1024**-0.5).half()
+    squares, given = 1024 * (0.5 + torch.rand(9, m, device="cuda")) / 9, {"width": 1024, "eps": 1e-5}
+    x, sums = sums_of(m, (1024, 1024), 16, 1024, torch.float16, "cuda", squares=squares, **given)
+    y = norm_gemm(x, DenseWeight(values), squares, gated="silu", lora=sums, **given)
+    a, b, adapter_of = sums.weight.a, sums.weight.b, sums.adapter_of
+    added = lora_reference(x, a, b, adapter_of, part_of_columns((1024, 1024), False), squares, **given)
+    paired = DenseWeight(alternate(*values.chunk(2)))
+    bias = alternate(*added.T.chunk(2)).T
+    assert relative_error(y, norm_gemm_reference(x, paired, squares, bias, gated="silu", **given)) < 2e-3
 
 
 @gpu

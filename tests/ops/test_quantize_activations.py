@@ -1,4 +1,4 @@
-"""Activation quantization: values by hand, against the formats' encoder, and fused operators against float64."""
+"""Activation quantization is compared with values by hand and with the formats' encoder, fused operators with float64."""
 
 from __future__ import annotations
 

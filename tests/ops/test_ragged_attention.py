@@ -1,4 +1,5 @@
-"""Attention of concatenated sequences: each attends to its own tokens only, as computed alone; refusals."""
+"""Attention of concatenated sequences. Each sequence attends to its own tokens only, as if computed alone. Also tests
+refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ SHAPE = AttentionShape(4, 2, 16, 0.3, 16)
 
 
 def texts(lengths, begins, filled=0):
-    """q, k, v and the start of each sequence; `filled` padding rows belong to no sequence."""
+    """Returns q, k, v and the start of each sequence. `filled` padding rows at the end belong to no sequence."""
     generator = torch.Generator().manual_seed(0)
     q_begins = torch.tensor([0, *lengths]).cumsum(0).int()
     k_begins = torch.tensor([0, *(a + b for a, b in zip(lengths, begins, strict=True))]).cumsum(0).int()
@@ -50,7 +51,8 @@ def test_each_text_alone(lengths, begins, window):
 
 
 def test_sinks_by_the_logarithm_of_the_denominator():
-    """What a GPU makes of flash attention's two outputs; with sinks of any size, and scores that are far from 0."""
+    """On a GPU, sinks are added to the two outputs of flash attention by this function. Sinks may have any size, and scores may
+    be far from 0."""
     q, k, v = (torch.randn(heads, 7, 16, generator=torch.Generator().manual_seed(heads)).double() for heads in (4, 2, 3))
     k, v = k.repeat_interleave(2, 0), v[:2].repeat_interleave(2, 0)
     for scale, sinks in ((1.0, [-3.0, 0.0, 2.0, 40.0]), (30.0, [-300.0, 200.0, 90.0, 0.0])):
@@ -77,9 +79,8 @@ def test_on_a_gpu(lengths, begins, window, dtype):
 
 @pytest.mark.parametrize("window", [0, 6, 65, 320])
 def test_flash_attention_has_a_window_however_many_keys_there_are(window):
-    """If the given maximum number of keys is at most the window, torch takes its kernel without a window. Then other sequences'
-    lengths would decide which kernel runs.
-    """
+    """If at most as many keys are given as the window has, torch calls its kernel without a window. Then the lengths of other
+    sequences would decide which kernel runs."""
     calls = []
 
     class Noted(TorchDispatchMode):

@@ -1,6 +1,5 @@
-"""Conversion of values to packed codes and back on a CPU; refusals. Kernel tests:
-tests/kernels/elementwise/test_relayout.py.
-"""
+"""Conversion of values to packed codes and back on a CPU, and refusals. tests/kernels/elementwise/test_relayout.py tests the
+kernels."""
 
 from __future__ import annotations
 

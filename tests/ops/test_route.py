@@ -1,4 +1,5 @@
-"""Routing of tokens to experts: against Transformers' routers; every slot in one tile; experts of other ranks; ties and NaN."""
+"""Routing of tokens to experts. Results equal those of Transformers' routers, and every slot is in one tile. Also tests experts
+of other ranks, ties and NaN."""
 
 from __future__ import annotations
 
@@ -207,7 +208,7 @@ def test_the_lower_index_wins_ties():
 
 
 def test_a_choice_by_logits_is_exact():
-    """The choice compares logits exactly, although the two softmax scores, or the two sigmoids, are equal in float32."""
+    """The choice compares logits exactly, even if their softmax scores or sigmoids are equal in float32."""
     close = torch.tensor([[1e-6, 2e-6, 30.0]])
     assert route(close, RouterRule(3), tile_rows=8).experts.tolist() == [[2, 1, 0]]
     far = torch.tensor([[40.0, 41.0, 0.0]])
@@ -339,7 +340,7 @@ def on_gpu(logits, bias, rule, tile_rows):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rule", "experts"), RULES, ids=str)
 def test_on_a_gpu_as_on_a_cpu(rule, experts, dtype):
-    """Equal, except for choices between scores that rounding makes equal."""
+    """Results on a GPU and on a CPU are equal, except for choices between scores that rounding makes equal."""
     for tokens in (1, 5, 16, 64, 65, 700):
         generator = torch.Generator().manual_seed(tokens)
         logits = (torch.randn(tokens, experts, generator=generator) * 2).to(dtype)
@@ -367,9 +368,8 @@ def test_a_row_does_not_depend_on_the_others():
 
 @gpu
 def test_tokens_are_multiplied_on_a_gpu_as_on_a_cpu():
-    """Equal, except for choices between logits that differ only by the order of additions. Two runs, and runs with other tokens
-    in the batch, give equal bits.
-    """
+    """Results are equal, except for choices between logits that differ only by the order of additions. Two runs, and runs with
+    other tokens in the batch, give equal bits."""
     for k, experts, rule in ((2048, 128, RouterRule(8, normalize=True)), (2880, 32, RouterRule(4, **OSS))):
         generator = torch.Generator().manual_seed(k)
         x = torch.randn(40, k, generator=generator).bfloat16()

@@ -1,6 +1,5 @@
-"""The meaning of sampling settings: kept tokens and distributions equal Transformers' logits processors, and samples follow
-them.
-"""
+"""The meaning of sampling settings. Kept tokens and distributions equal those of Transformers' logits processors, and samples
+follow these distributions."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ def drawn(logits, rows, state, any_filter=True):
 
 
 def of_transformers(logits, s, answer):
-    """Scores [V] after Transformers' processors for the same settings; OpenAI's formula where Transformers has none."""
+    """Returns the scores [V] after Transformers' processors for the same settings. For settings that Transformers lacks,
+    OpenAI's formula is used."""
     ids, scores = torch.tensor([[*PROMPT, *answer]]), logits.float()[None].clone()
     if s.min_new_tokens:
         scores = processors.MinNewTokensLengthLogitsProcessor(len(PROMPT), s.min_new_tokens, list(ENDS))(ids, scores)
@@ -82,7 +82,7 @@ def assert_same_distribution(logits, s, answer):
     scores, uncut = of_transformers(logits, s, answer)
     mass = of_reference(logits, s, answer)
     kept, wanted = mass > 0, scores.isfinite()
-    apart = (kept != wanted) & (uncut > uncut.max() - 27)  # tokens below 2^-40 of the largest have mass 0
+    apart = (kept != wanted) & (uncut > uncut.max() - 27)  # tokens at or below 2^-40 of the largest, about e^-27, have mass 0
     border = uncut[wanted].min()
     near_border = (uncut - border).abs() < 1e-4
     share = float(uncut[apart & ~near_border].sub(uncut.max()).exp().sum())
@@ -153,7 +153,8 @@ def test_equals_at_a_threshold_are_all_kept():
 
 
 def test_the_random_numbers_are_philox():
-    """Philox4x32-10 for all zeros and all ones: the first two words of the authors' known answers (Random123, kat_vectors)."""
+    """Philox4x32-10 has known answers for inputs of all zeros and of all ones (Random123, kat_vectors). The first two words of
+    each are compared."""
     assert sampling.philox(0, 0) == 0xE169C58D_6627E8D5
     ones = sampling.philox((1 << 64) - 1, (1 << 32) - 1)
     assert ones == sampling.philox(-1, -1)
@@ -192,7 +193,7 @@ def test_tokens_come_as_often_as_their_probability_says(s):
     chi += (counts[~many].sum() - rest).square() / rest if rest > 5 else 0
     freedom = int(many.sum()) - 1 + int(rest > 5)
     assert abs(float(chi) - freedom) < 4 * math.sqrt(2 * freedom), (float(chi), freedom)
-    # The operator samples exactly these tokens.
+    # The operator samples exactly the tokens of these targets.
     state = state_with(replace(s, seed=12345))
     for i in range(20):
         token = int(drawn(logits[None], [0], state)[0])

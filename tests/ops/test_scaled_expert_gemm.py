@@ -1,4 +1,4 @@
-"""Products of experts with 8-bit x beside a float64 product of the same numbers: on a CPU, and on a GPU the kernel."""
+"""Products of experts with 8-bit x, compared with a float64 product of the same numbers. On a GPU the kernel is tested too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quantized(x, scheme, zero=False):
 
 
 def values(x):
-    """What codes, scales and zeros of x are."""
+    """Returns the values that codes, scales and zeros of x represent."""
     codes = x.codes.double() - (0 if x.zero is None else x.zero)
     scale = x.scale.double()
     if scale.dim() == 2 and scale.shape[1] > 1:
@@ -40,8 +40,9 @@ def values(x):
 
 
 def check(x, w, routing, bias, **given):
-    """The error of one rounding and of float32 sums, the same bits twice."""
-    torch.full((routing.experts.numel(), w.shape[0]), float("nan"), dtype=x.dtype, device=x.device)  # is allocated next
+    """Checks that y has the error of one rounding and of float32 sums, and the same bits in a second run."""
+    # the allocator returns this memory next
+    torch.full((routing.experts.numel(), w.shape[0]), float("nan"), dtype=x.dtype, device=x.device)
     y = scaled_expert_gemm(x, w, routing, bias, **given)
     weighted = given.get("weighted", False)
     expected = expert_gemm_reference(values(x), w, routing.experts, routing.weights, bias, weighted=weighted)
@@ -90,7 +91,7 @@ def test_without_data():
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_layer_of_experts(mixed):
-    """Both products, of which the first may have another scheme; each with its x quantized."""
+    """Computes both products of a layer, each with its own quantized x. The first product may have another scheme."""
     generator = torch.Generator().manual_seed(3)
     up, down = matrices("w4a16_g32" if mixed else "w8a8", 5, 96, 64, seed=1), matrices("w8a8", 5, 64, 48, seed=2)
     x, experts = torch.randn(7, 64, generator=generator), choices(7, 2, 5, generator)

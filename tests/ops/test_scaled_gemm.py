@@ -58,7 +58,8 @@ def test_by_hand():
 
 
 def test_function_and_codes_by_hand():
-    """0.5 * (1 * 4) = 2 and 0.5 * (1 * -4) = -2, with biases 1, -1: 3 and -3. silu(3) = 3 / (1 + e^-3), gelu with tanh."""
+    """The products are 0.5 * (1 * 4) = 2 and 0.5 * (1 * -4) = -2. With biases of 1 and -1 they become 3 and -3. silu(3) = 3 /
+    (1 + e^-3), and gelu is the one with tanh."""
     packed = torch.tensor([[128 + 4], [128 - 4]], dtype=torch.uint8)
     scales = torch.ones(2, 1), None, torch.tensor([1.0, -1.0]), "w8a8"
     x = torch.tensor([1], dtype=torch.int8), torch.tensor([0.5])

@@ -1,4 +1,4 @@
-"""A GPU that is not there: tensors without memory on it, and recorded launches of operators."""
+"""A simulated GPU: tensors on it have no memory, and launches of operators are recorded."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_machine_is_the_named_one(name):
 
 
 def test_bandwidths():
-    """From clock and bus as on the product itself: data sheets say 3.35, 0.864 and 1.79 TB/s."""
+    """The bandwidth follows from clock and bus width. The data sheets say 3.35, 0.864 and 1.79 TB/s."""
     with simulated_gpu(GPUS["h100"]) as device:
         assert machine_of(device).bandwidth_bytes == pytest.approx(3.35e12, rel=0.01)
     for name, bandwidth in (("l40s", 0.864e12), ("5090", 1.792e12)):
@@ -88,7 +88,8 @@ def test_cpu_tensors_have_their_own_implementation():
 
 @pytest.mark.gpu
 def test_the_table_says_what_the_driver_says():
-    """Tiles depend on these numbers: with others, a kernels file would lack kernels."""
+    """The table of GPUs must have the driver's numbers. Tiles depend on them, so with other numbers a kernels file would lack
+    kernels."""
     here = present_gpu()
     known = next((gpu for gpu in GPUS.values() if gpu.product == here.product), None)
     if known is None:

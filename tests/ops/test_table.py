@@ -1,6 +1,5 @@
-"""The table of kernels: one row runs, every other row gives reasons against itself, and the printed kernel is the launched
-one.
-"""
+"""The table of kernels. One row runs, and every other row gives reasons against itself. The printed kernel is the launched
+one."""
 
 from __future__ import annotations
 
@@ -77,9 +76,8 @@ def test_there_is_a_tile_for_everything(scheme, invariant):
 
 
 def test_sums_of_batch_invariant_tiles_do_not_depend_on_m():
-    """For any m, K has the same number of parts (split-K, or parts within one block) and small-M tiles divide it over the same
-    number of warps. Integer sums are exact, so their number of splits is free.
-    """
+    """For any m, K has the same number of parts, either by split-K or within one block. Small-M tiles divide K over the same
+    number of warps. Integer sums are exact, so their number of splits may change."""
     for m in MS:
         assert re.search("wgmma.*(K split 4|4 parts of K in turn)", describe(on_h200("w4a16_g128", m, batch_invariant=True)))
         assert "K split 1" in describe(on_h200("fp8", m, batch_invariant=True))
@@ -281,7 +279,7 @@ def test_rows_of_the_ring_kernel_have_the_same_bits_in_every_batch(scheme):
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.product)
 @pytest.mark.parametrize("scheme", SIXTEEN[:3] + EIGHT[:2])
 def test_one_row_takes_a_layer_of_experts(scheme, machine):
-    """Of the rows of experts, and none of them takes a single matrix."""
+    """Of the kernels for experts, exactly one takes a layer of experts. None of them takes a single matrix."""
     for m in MS:
         problem = replace(on_h200(scheme, m, (1536, 2048)), machine=machine, experts=128, top_k=8)
         kernel = choose(problem)
@@ -290,7 +288,8 @@ def test_one_row_takes_a_layer_of_experts(scheme, machine):
             assert kernel.name == "expert_scaled_gemm"
         else:
             many = "expert_wgmma_gemm" if machine.arch.sm == 90 else "expert_mma_gemm"
-            few = 256 if parse_scheme(scheme).weight.bits <= 4 else 64  # wide codes take large tiles from fewer rows on
+            # formats with more bits take large tiles from fewer rows on
+            few = 256 if parse_scheme(scheme).weight.bits <= 4 else 64
             assert kernel.name in (("expert_ring_gemm",) if m <= few else (many, "expert_mma_gemm"))
             assert describe(problem).startswith(f"{kernel.name}, ")
             others = [reasons for other, reasons in rows(problem) if other.concerns(problem) and not other.is_slow]

@@ -1,6 +1,5 @@
-"""Two products linked in registers: each thread's results of the first are its operand of the second. Emulated thread by
-thread.
-"""
+"""Two linked products. Each thread uses its results of the first directly as its operand of the second. Emulated thread by
+thread."""
 
 from __future__ import annotations
 
@@ -35,7 +34,8 @@ def test_a_thread_keeps_its_codes(columns):
 
 @pytest.mark.parametrize("x", ["u4", "s8"])
 def test_a_thread_loads_16_channels(x):
-    """In the kernel's order of unpacking: of each word of 4-bit codes the low nibbles, then the high nibbles."""
+    """The codes are in the kernel's order of unpacking: of each word of 4-bit codes, first the low nibbles, then the high
+    nibbles."""
     codes = torch.arange(64) % 16 if x == "u4" else torch.arange(64)
     packed, order = Nhwc64(x).pack(codes.reshape(1, 64, 1, 1))[0, 0, 0], loaded_order(x)
     for q in range(4):

@@ -1,4 +1,4 @@
-"""Layouts of convolutions: lossless, and equal to the operands that wgmma expects; emulated in NumPy and torch."""
+"""Layouts of convolutions are lossless, and equal to the operands that wgmma expects. Emulated in NumPy and torch."""
 
 from __future__ import annotations
 

@@ -64,9 +64,8 @@ def test_split_and_concat_along_n_are_inverses(scheme):
 
 @pytest.mark.parametrize("scheme", ["w4a16_g64", "w4e2m1a16_g32", "w4a16_g64_z"])
 def test_scales_that_one_expert_cannot_store_as_the_others_do(scheme):
-    """One expert's scales are out of range, for subnormal codes or for fp16. Then the scales of all experts are stored
-    divided.
-    """
+    """One expert's scales are out of range for subnormal codes, or for fp16. Then the scales of all experts are stored as
+    "divided" ones."""
     matrices = experts_of(scheme, 32, 256)
     matrices[1].scale[:, 0] *= 2.0**-12
     matrices[2].scale.mul_(2.0**10)

@@ -21,13 +21,14 @@ F16_ORDER = FragmentOrder(MMA_M16N8K16_F16)
 
 
 def f16_place(lane: int, register: int, element: int) -> tuple[int, int]:
-    """(row, k) in a 16 x 64 tile of one element of register 0..15 of a lane: operand A of mma.m16n8k16."""
+    """Returns (row, k), within a 16 x 64 tile, of one element of a register 0..15 of a lane, for operand A of mma.m16n8k16."""
     step, a = divmod(register, 4)
     return lane // 4 + 8 * (a % 2), 16 * step + 8 * (a // 2) + 2 * (lane % 4) + element
 
 
 def s8_place(lane: int, register: int, element: int) -> tuple[int, int]:
-    """(row, k) in a 16 x 64 tile of one element of register 0..7 of a lane: operand A of mma.m16n8k32 with 8-bit operands."""
+    """Returns (row, k), within a 16 x 64 tile, of one element of a register 0..7 of a lane, for operand A of mma.m16n8k32 with
+    8-bit operands."""
     step, a = divmod(register, 4)
     return lane // 4 + 8 * (a % 2), 32 * step + 16 * (a // 2) + 4 * (lane % 4) + element
 

@@ -1,4 +1,4 @@
-"""Gate and up packed as one matrix that alternates 8 rows of gate with 8 rows of up: the weights are unchanged."""
+"""Gate and up are packed as one matrix, in which 8 rows of gate and 8 rows of up alternate. The weights are unchanged."""
 
 from __future__ import annotations
 

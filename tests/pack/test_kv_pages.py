@@ -1,4 +1,4 @@
-"""Packed pages of keys and values: what is written is read, in fragment order, and nothing else changes."""
+"""Packed pages of keys and values, in fragment order. What is written is read again, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_what_is_written_is_read(kv, head_dim):
     assert pages.nbytes == 3 * page_bytes(parse_kv(kv), 2, head_dim, torch.float32) and pages.pages == 3
     k, v = torch.randn(2, 384, 2, head_dim, generator=generator)
     token = torch.randperm(384, generator=generator)
-    for some in token.split(100):  # in any order: no token writes another one's codes
+    for some in token.split(100):  # parts of the tokens are written in turn: none may overwrite another's codes
         pages.write(some // 128, some % 128, k[some], v[some])
     found = pages.read(token // 128, token % 128, torch.float32)
     for rows, given, fmt in zip(found, (k, v), (pages.scheme.k, pages.scheme.v), strict=True):
@@ -56,8 +56,8 @@ def test_a_token_changes_its_own_codes_only(kv):
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_lanes_vectors_are_operand_a(bits, values):
-    """Field j of a lane's words is register j; both halves are neighbours along the reduction; derived from the instruction's
-    table."""
+    """Field j of a lane's words has the elements of register j. The two halves of a word are neighbours along the reduction.
+    Both are derived from the instruction's table."""
     head_dim, fields = 64, 16 // bits
     places = row_places(bits, head_dim, values, CPU)
     held = torch.full((128 * head_dim * bits // 8, 8 // bits, 2), -1)
@@ -78,7 +78,7 @@ def test_a_lanes_vectors_are_operand_a(bits, values):
             else:
                 word, first = [(octet + i) * per * chunks + step for i in (0, 1)], 0
             for register in range(4):
-                # keys: rows g and g + 8 are octets; values: octets are along the reduction
+                # for keys, rows g and g + 8 are in two octets of tokens; for values, octets are along the reduction
                 which, field = (register // 2, register % 2) if values else (register % 2, register // 2)
                 got = of_lane[2, :, word[which], :, first + field]  # lane, half -> token, element
                 if values:
@@ -86,7 +86,7 @@ def test_a_lanes_vectors_are_operand_a(bits, values):
                     assert torch.equal(got[..., 0], 64 + 8 * octet + column[:, register])
                 else:
                     assert torch.equal(got[..., 0], 64 + 8 * octet + row[:, register])
-                    # elements of a lane are neighbours, in the same order as those of q
+                    # the elements of a lane are neighbours, in the same order as in q
                     t = torch.arange(32)[:, None] % 4
                     assert torch.equal(got[..., 1], 32 * (step // 2) + 8 * t + 4 * (step % 2) + 2 * field + torch.arange(2))
 

@@ -152,7 +152,7 @@ def multiplied(w: FragmentWeight, dtype: torch.dtype):
     if w.scale is not None:
         group = kernel_group(w.scheme)
         parts = [unpack_scales(p.flatten(-2), n).repeat_interleave(group, 1)[:, :k] for p in w.scale.split(2, dim=-1)]
-        if dtype == torch.float16:  # scales are converted to x's dtype; bf16 uses fp16 scales unconverted
+        if dtype == torch.float16:  # scales are converted to x's dtype; only bf16 uses fp16 scales unconverted
             parts = [p.half() for p in parts]
             parts[0] = (parts[0].double() * shift).half()
         scale, zero = parts[0].double(), parts[1].double() if len(parts) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Calls by the engine: the same answers as Transformers' `generate`, and streams."""
+"""Calls that the engine computes, and streams. Answers are those of Transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_greedy_answers_match_generate(pipe, by_engine, options):
 
 
 def test_a_penalty_of_the_generation_config_applies(model):
-    """Qwen2's generation config has one, which `generate` applies to greedy calls too."""
+    """Qwen2's generation config has a penalty, which `generate` also applies to greedy calls."""
     pipes = [Pipeline(model, tiny_tokenizer(), engine=engine) for engine in (False, True)]
     before = model.generation_config.repetition_penalty
     model.generation_config.repetition_penalty = 1.5
@@ -65,7 +65,7 @@ def test_a_penalty_of_the_generation_config_applies(model):
 
 @pytest.mark.parametrize("ignore", [False, True])
 def test_min_new_tokens_suppresses_the_tokenizers_end_of_text(model, ignore):
-    """With ignore_eos it is not suppressed."""
+    """min_new_tokens suppresses the end-of-text token, unless ignore_eos is set."""
     options = dict(max_new_tokens=12, do_sample=False)
     text = Pipeline(model, tiny_tokenizer())(PROMPTS[0], ignore_eos=True, **options)[0].generated_text
     assert text[3] not in text[:3]
@@ -188,7 +188,7 @@ def test_streams_refuse_what_calls_refuse(by_engine):
 
 
 def test_errors_for_long_prompts_say_what_to_do(model):
-    """Calls and streams alike."""
+    """Calls and streams give the same error."""
     own = Pipeline(model, tiny_tokenizer(), engine=True, cache_bytes=1 << 17)
     said = r"at most 128 tokens here, .* asks for 150 more; it takes .* keys and values, .*\(cache_bytes=[0-9]+\).*engine=False"
     with pytest.raises(ValueError, match=said):
@@ -215,7 +215,7 @@ def test_progress_bars(tmp_path, capfd, monkeypatch):
 
 @pytest.mark.parametrize("loaded_within", [False, True])
 def test_an_engine_created_in_inference_mode(loaded_within):
-    """The joined weights are not inference tensors, so that the model can still be trained."""
+    """The joined weights must not be inference tensors, since the model could not be trained then."""
     with torch.inference_mode(loaded_within):
         model = eager_llama()
     with torch.inference_mode():
@@ -231,7 +231,7 @@ def test_on_a_cpu_the_report_says_why_there_is_no_decode_program():
 
 
 def test_stop_tokens():
-    """Those of the tokenizer and of the generation config; the engine has the same."""
+    """Stop tokens come from the tokenizer and the generation config, also with the engine."""
     pipe = Pipeline(eager_llama(), tiny_tokenizer(), engine=True, cache_bytes=1 << 22)
     assert pipe.stop_token_ids == sorted({pipe.tokenizer.eos_token_id, pipe.model.generation_config.eos_token_id})
     assert pipe.stop_token_ids == pipe.engine.stop_token_ids

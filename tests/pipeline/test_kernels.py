@@ -1,4 +1,4 @@
-"""`lowbit compile`: the kernels of a whole model, found and compiled without a GPU, and used with one."""
+"""`lowbit compile` finds and compiles the kernels of a whole model without a GPU. On a GPU, starts and requests use them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def names(folder, gpu, **options) -> set[str]:
 
 
 ALWAYS = {"embed_rows", "append_heads", "gather_heads", "paged_attention", "norm_rows", "survey", "weigh", "collect", "settle"}
-"""Kernels of every Llama: embedding, cache, attention of steps and prompts, norms, sampling."""
+"""Kernels that every Llama needs: embedding, cache, attention of steps and prompts, norms, sampling."""
 
 
 def test_kernels_of_each_gpu(folder):
@@ -58,30 +58,33 @@ def test_kernels_of_each_gpu(folder):
     assert names(folder, "h200", scheme="w8a8") >= ALWAYS - {"norm_rows"} | {"quantize_rows", "scaled_gemm"}
     assert names(folder, "l40s", scheme="w8a8") >= ALWAYS - {"norm_rows"} | {"quantize_rows", "plain_scaled_gemm"}
     assert names(folder, "h200") >= ALWAYS
-    # The engine's check against the model at its start has 16-bit pages.
+    # The engine compares itself with the model at its start, which needs 16-bit pages. So kernels of int4 pages are additional.
     assert names(folder, "h200", kv="int4") == names(folder, "h200") | {"packed_attention"}
     assert names(folder, "h200", speculate=3) == names(folder, "h200") | {"accept_rows"}
 
 
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 def test_kernels_of_adapters(folder, tmp_path, gpu):
-    """Two for adapters, and products of steps and prompts whose bias is of tokens; nothing else is new."""
+    """The sums of adapters and products of steps whose epilogues add them; two kernels of prompts' adapters and products whose
+    bias is of tokens; nothing else is new."""
     lora = {"x": write_adapter(tmp_path, tiny_llama(), rank=40)}
     options = {"max_concurrent": 2, "scheme": "w4a16_g64", "speculate": 2}
     plain, adapted = (engine_kernels(folder, GPUS[gpu], **options, **more) for more in ({}, {"lora": lora}))
     new = [kernel for kernel in adapted if kernel not in plain]
-    products = [kernel for kernel in new if kernel.name not in ("shrink", "expand")]
-    assert {kernel.name for kernel in new} > {"shrink", "expand"} and products
-    assert all(kernel.arguments[-1].epilogue.bias_of_tokens for kernel in products)
-    ends = {(e.norm_parts > 0, e.gate, e.residual) for e in (kernel.arguments[-1].epilogue for kernel in products)}
-    assert ends >= {(True, "none", False), (True, "silu", False), (False, "none", True), (False, "none", False)}
-    assert {kernel.arguments[-1].rank for kernel in new if kernel.name == "shrink"} == {64}
+    products = [kernel for kernel in new if kernel.name not in ("shrink", "expand", "lora_sums")]
+    assert {kernel.name for kernel in new} > {"shrink", "expand", "lora_sums"} and products
+    epilogues = [kernel.arguments[-1].epilogue for kernel in products]
+    assert all(e.bias_of_tokens == (e.lora is None) for e in epilogues)
+    ends = {(e.norm_parts > 0, e.gate, e.residual, e.lora is not None) for e in epilogues}
+    assert ends >= {(True, "none", False, True), (True, "silu", False, True), (False, "none", True, True)}
+    assert (False, "none", False, False) in ends
+    assert {kernel.arguments[-1].rank for kernel in new if kernel.name in ("shrink", "lora_sums")} == {64}
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g64", "w4a16_g64_z", "w4a16_g64_fz", "w8a16_g64", "w6e3m2a16"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_scales_have_the_type_that_loading_gives_them(tmp_path, dtype, scheme):
-    """Kernels are compiled for it: a file with others would be of no use."""
+    """Kernels are compiled for a type of scales. If loading gave them another type, the compiled kernels would be useless."""
     tiny_llama(dtype=dtype).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     loaded = load_causal(tmp_path, scheme=scheme, device=torch.device("cpu"), dtype=dtype)
@@ -117,7 +120,7 @@ def test_models_without_kernels_are_refused(tmp_path):
 
 
 def test_a_gpu_that_is_too_small_is_refused(folder):
-    """The cache gets what the weights leave, as on the GPU itself."""
+    """On the simulated GPU, as on the GPU itself, the cache gets the memory that the weights leave."""
     small = replace(GPUS["h200"], total_memory=10_000)
     with pytest.raises(ValueError, match="a request of 128 tokens takes"):
         engine_kernels(folder, small)

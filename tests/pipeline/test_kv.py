@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("kv", ["fp8", "int8", "int4", "k8v4"])
 def test_calls_use_the_engine(kv):
-    """On a CPU too, where calls otherwise use Transformers' `generate`; streams give the same text."""
+    """Calls use the engine on a CPU too, where they otherwise use Transformers' `generate`. Streams give the same text."""
     pipe = Pipeline(eager_llama(), tiny_tokenizer(), kv=kv, cache_bytes=1 << 22, max_concurrent=2)
     answers = pipe(PROMPTS, **GREEDY)
     assert f"keys and values in {pipe.engine.program.cache_spec.kv}" in "\n".join(pipe.engine.report())
@@ -65,7 +65,8 @@ def test_bench(folder, tmp_path):
 
 
 def test_eval(folder, tmp_path):
-    """The reference keeps 16 bits; the model itself in 16 and in 4 bits differs by what the format loses."""
+    """The model is its own reference, with 16-bit keys and values. Its figures in 16 and in 4 bits differ by what the format
+    loses."""
     options = ("--window", "64", "--windows", "2", "--json", tmp_path / "out.json")
     result = run("eval", folder, "--reference", folder, "--kv", "int4", *options)
     assert result.exit_code == 0 and "KV int4" in result.stdout, result.stderr

@@ -18,7 +18,7 @@ OPTIONS = {"cache_bytes": 1 << 24, "max_concurrent": 2}
 
 
 def test_calls_and_streams(tmp_path):
-    """On a CPU too, calls use the engine. Answers are those of the model with the adapter merged."""
+    """Calls with adapters use the engine on a CPU too. Answers are those of the model with the adapter merged."""
     model = eager_llama()
     folder = write_adapter(tmp_path, model)
     expected = Pipeline(merged(model, folder), tiny_tokenizer(), engine=True, **OPTIONS)(PROMPTS, **GREEDY)

@@ -33,7 +33,7 @@ def test_calls_and_streams_use_the_engine(pipe):
 
 
 def test_models_without_a_program_use_generate():
-    """All prompts of a call in one batch, as Transformers computes them."""
+    """Models without a decode program compute all prompts of a call in one batch, by Transformers."""
     pipe = Pipeline(model_of(dtype=torch.float32, scheme=None), tiny_tokenizer(), cache_bytes=1 << 26)
     plain = Pipeline(pipe.model, tiny_tokenizer(), engine=False)
     assert pipe(PROMPTS, **ASKED) == plain(PROMPTS, **ASKED)

@@ -23,7 +23,8 @@ def folder(tmp_path_factory):
 
 
 def test_calls_use_the_engine():
-    """On a CPU too. Texts of a model that repeats itself are those of plain decoding, in fewer steps; so are streams."""
+    """Calls use the engine on a CPU too. If the model repeats itself, texts are those of plain decoding, in fewer steps.
+    Streams give the same texts."""
     model, tokenizer = tiny_llama(tied=False, dtype=torch.float32), tiny_tokenizer()
     options = {"cache_bytes": 1 << 24, "max_concurrent": 2}
     plain = Pipeline(model, tokenizer, engine=True, **options)(PROMPTS, **GREEDY)
@@ -52,7 +53,8 @@ def test_what_transformers_would_generate_is_refused():
 
 
 def test_a_draft_model(folder, tmp_path):
-    """Its tokens must be those of the model; it guesses 4 in a step unless speculate says otherwise."""
+    """The draft model must have the tokens of the model. It guesses 4 tokens in a step, unless `speculate` states another
+    number."""
     drafted = lowbit.pipeline(str(folder), draft=str(folder), cache_bytes=1 << 24, max_concurrent=2)
     plain = lowbit.pipeline(str(folder), engine=True, cache_bytes=1 << 24, max_concurrent=2)
     assert drafted(PROMPTS, **GREEDY) == plain(PROMPTS, **GREEDY)

@@ -26,7 +26,8 @@ def test_costs_are_errors_of_the_output():
         sizes += float(y.square().sum())
     assert [own[1].error for own in costs] == pytest.approx([error / sizes for error in errors], rel=1e-4)
     weights = 3 * INNER * HIDDEN
-    assert [cost.bits for cost in costs[0]] == [weights * (bits + 1) for bits in (3, 4, 5)]  # a 16-bit scale of 16 weights
+    # each 16 weights have a 16-bit scale, one bit for each weight
+    assert [cost.bits for cost in costs[0]] == [weights * (bits + 1) for bits in (3, 4, 5)]
 
 
 def test_equal_budgets():

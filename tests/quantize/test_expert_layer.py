@@ -1,4 +1,4 @@
-"""Experts quantized with the tokens that reach them: on other tokens they are closer than experts rounded to nearest."""
+"""Experts are quantized with the tokens that reach them. On other tokens they are closer than experts rounded to nearest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def silu_gate(y):
 
 
 def clamped_gate(y):
-    """gpt-oss's, whose rows of gate and up alternate."""
+    """gpt-oss's clamped gate, whose rows of gate and up alternate."""
     gate, up = y[..., ::2].clamp(max=7.0), y[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
@@ -98,20 +98,21 @@ def test_twice_the_same(name):
 
 
 def test_scales_of_h_cost_nothing():
-    """AWQ's scale of an expert's own h is in the rows of up: down has no transform. gpt-oss's h is not proportional to up."""
+    """AWQ scales an expert's own h in the rows of up, so down needs no transform. gpt-oss is an exception: its h is not
+    proportional to up."""
     schemes = (parse_scheme("w4a16_g16"),) * 2
     folded = calibrate_experts(matrices(), routed(), schemes, Awq())
     assert all(q.input_transform.pre_quant_scale is None for q in folded.down)
     assert all(q.input_transform.pre_quant_scale is not None for q in folded.gate_up)
     rows = [q.dequantize()[INNER:] / w[INNER:] for q, w in zip(folded.gate_up, matrices().gate_up, strict=True)]
-    factors = torch.stack([r.median(dim=1).values for r in rows])  # about 1 / s of each channel of h
+    factors = torch.stack([r.median(dim=1).values for r in rows])  # about 1 / s, where s is AWQ's scale of each channel of h
     assert float((factors.log().abs()).max()) > 0.1 and not torch.allclose(factors[0], factors[1], rtol=0.05)
     shared = calibrate_experts(matrices("clamped"), routed(), schemes, Awq())
     assert all(q.input_transform.pre_quant_scale is not None for q in shared.down)
 
 
 def test_starved_experts_are_rounded_and_named():
-    """The third and fourth expert see no token; numbers of experts beyond the last are those of another rank."""
+    """The third and fourth expert see no token. Numbers beyond the last expert belong to another rank."""
     schemes = (parse_scheme("w4a16_g16"),) * 2
     inputs = routed(300, only=2)
     assert inputs.tokens == [300, 300, 0, 0]
@@ -155,7 +156,7 @@ def test_the_routers_weights_matter():
 
 @pytest.mark.parametrize("method", [Gptq(), Learned(iterations=40, batch=2)], ids=lambda m: type(m).__name__)
 def test_few_tokens_are_not_fitted_too_closely(method):
-    """40 of 1,500 tokens reach an expert of 64 channels: those of the whole layer keep it near the others."""
+    """Only 40 of 1,500 tokens reach an expert of 64 channels. The tokens of the whole layer prevent a fit to these 40 alone."""
     experts = torch.ones(1500, 1, dtype=torch.int64)
     experts[::38] = 0
     few = RoutedInputs(routed().x, experts, torch.ones(1500, 1), E)
@@ -179,7 +180,7 @@ def test_rows_of_the_whole_layer_weigh_as_stated():
 
 @pytest.mark.parametrize("method", [Gptq(), Awq(), Rtn()], ids=lambda m: type(m).__name__)
 def test_rotated_inputs(method):
-    """Rotations are shared by the experts and undone by dequantizing; rounding of heavy-tailed weights gets closer."""
+    """The experts share the rotations, and dequantizing undoes them. Heavy-tailed weights are rounded more accurately."""
     schemes, of = (parse_scheme("w4a16_g16"),) * 2, matrices()
     experts = calibrate_experts(of, routed(), schemes, method, rotations=(64, 16))
     assert all(q.input_transform.hadamard == 64 for q in experts.gate_up)
@@ -190,7 +191,8 @@ def test_rotated_inputs(method):
 
 
 def test_smoothquant_scales_h_by_expert():
-    """The range of activations moves into down, through up; x keeps its range, since a scale of x would cost a pass."""
+    """SmoothQuant moves the range of h into down, by scaling the rows of up. The range of x stays, since scaling x would need
+    another pass over it."""
     schemes = (parse_scheme("w8a8"),) * 2
     plain, smooth = (calibrate_experts(matrices(), routed(), schemes, m) for m in (Rtn(), SmoothQuant()))
     assert all(q.input_transform.pre_quant_scale is None for q in (*smooth.gate_up, *smooth.down))
@@ -204,7 +206,7 @@ def test_smoothquant_scales_h_by_expert():
 
 
 def test_scales_of_all_experts_have_one_type():
-    """One expert's weights are beyond fp16: all have bf16 scales."""
+    """One expert's weights are beyond the range of fp16, so all experts have bf16 scales."""
     of = matrices()
     large = ExpertMatrices(of.gate_up * torch.tensor([1, 1e7, 1, 1])[:, None, None], of.down, of.gate, up_rows=of.up_rows)
     for method in (Rtn(), Gptq(), Awq(), Learned(iterations=2)):
@@ -228,7 +230,8 @@ def test_what_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", METHODS)
 def test_on_a_gpu(name):
-    """The same experts within rounding: nothing of them stays on the CPU, and the error is that of the CPU's."""
+    """On a GPU the experts are the same up to rounding. No tensor stays on the CPU, and the error is that of the CPU's
+    experts."""
     schemes, of = (parse_scheme("w4a16_g16"),) * 2, matrices()
     moved = ExpertMatrices(of.gate_up.cuda(), of.down.cuda(), of.gate, up_rows=of.up_rows.cuda())
     inputs = RoutedInputs(*(t.cuda() for t in routing()), E)

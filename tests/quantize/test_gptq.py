@@ -1,6 +1,5 @@
-"""GPTQ against slow optimal brain quantization in float64: columns one at a time; the inverse Hessian of the remaining columns
-is updated by elimination, without a factorization.
-"""
+"""GPTQ equals slow optimal brain quantization in float64. That takes one column at a time, and updates the inverse Hessian of
+the remaining columns by elimination, without a factorization."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ def one_column(w, scale, zero, scheme):
 
 
 def costs(hessian, order):
-    """Cost of each channel's squared error: 1 / its diagonal element of the inverse Hessian when the channel is reached."""
+    """Returns the cost of each channel's squared error: 1 / its diagonal element of the inverse Hessian at the time when the
+    channel is quantized."""
     inverse, out = torch.linalg.inv(hessian), torch.zeros(len(hessian), dtype=torch.float64)
     for j in order:
         out[j] = 1 / inverse[j, j]
@@ -39,9 +39,8 @@ def costs(hessian, order):
 
 
 def scales(w, scheme, search, cost):
-    """Scale and zero [N] of one group: tries for every clip factor the scale of the clipped weights, and compares the errors of
-    the unclipped weights.
-    """
+    """Returns scale and zero [N] of one group. For every clip factor, the scale is that of the clipped weights. The factor with
+    the smallest error of the unclipped weights wins."""
     grouped = isinstance(scheme.granularity, PerGroup)
     alone = Scheme(scheme.weight, None, PerGroup(w.shape[1]) if grouped else PerChannel(), scheme.zero)
     tried = []
@@ -102,8 +101,8 @@ SCHEMES = [
 
 @pytest.mark.parametrize(
     ("name", "act_order", "static_groups", "search"),
-    # Scales are searched for the weights as they are then; which those are is the orders' matter. By turns: each scheme meets
-    # every order and every search, and each order every search.
+    # Scales are searched for the weights at that time, which depend on the order. Not all combinations run: each scheme runs
+    # with every order and every search, and each order with every search.
     [
         (name, *order, ("max", "mse", "loss")[(i + j) % 3])
         for i, name in enumerate(SCHEMES)

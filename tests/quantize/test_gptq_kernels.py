@@ -1,6 +1,5 @@
-"""The GPU's column loop: bit-equal to its steps in plain torch, also in Triton's interpreter, and near the result of the CPU's
-loop.
-"""
+"""The GPU's column loop. It is bit-equal to its steps in plain torch, also in Triton's interpreter, and near the result of the
+CPU's loop."""
 
 from __future__ import annotations
 

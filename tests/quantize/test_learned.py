@@ -45,7 +45,7 @@ def test_nothing_learned_is_rounding_to_nearest(name):
     rounding.reset()
     expected, got = rtn(w, scheme), rounding.quantized()
     if isinstance(scheme.weight, IntFormat) and scheme.zero is ZeroPoint.NONE:
-        # All 2^bits codes are used, where rtn leaves the lowest to itself: less error in sum.
+        # LearnedRounding uses all 2^bits codes, while rtn does not use the lowest. The total error is smaller.
         assert (got.dequantize() - w).norm() < (expected.dequantize() - w).norm()
         assert int(got.codes.min()) == 0 and (got.scale.numel() == 1 or (got.scale < 0).any())
     else:
@@ -70,7 +70,7 @@ def test_few_bits_start_at_the_least_error_of_their_inputs(name):
     assert error(start) < 1.0001 * error(LearnedRounding(w, scheme, importance=torch.ones(96)))
     assert torch.equal(start.dense().detach(), start.quantized().dequantize())
     if scheme.weight.bits == 2 and scheme.zero is ZeroPoint.NONE:
-        # No scale within the bounds of the search is better: the grid is finer than what a tenth of a range changes.
+        # No other scale within the bounds of the search is better: the searched grid is finer than a tenth of the range.
         ends = start._ends.clone()
         for factor in (0.8, 0.9, 1.1, 1.2, -1.0):
             start._ends = ends * factor
@@ -113,7 +113,7 @@ def test_an_offset_moves_a_weight_to_the_neighbouring_value_and_no_further(name)
     at, to = (torch.searchsorted(values, code_values(scheme.weight)[q.codes.int()]) for q in (nearest, rounding.quantized()))
     steps = (to - at) * nearest.scale.sign().repeat_interleave(32, dim=1).int()
     steps = steps * nearest.scale.sign().repeat_interleave(32, dim=1).int()
-    # Into a finer binade from a coarser one, half of the coarse spacing is up to one fine value more.
+    # From a coarser binade to the next finer one, half of the coarse spacing is up to two fine values.
     assert int(steps.min()) >= 0 and int(steps.max()) <= (1 if isinstance(scheme.weight, IntFormat) else 2)
     assert 0.3 < float((steps > 0).float().mean()) < 0.7, "half of the weights were rounded down"
 
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_the_unrounded_formula(name):
     unit = 1.0 if isinstance(fmt, IntFormat) else spacing(u.detach(), fmt)
     t = u + offset * unit + (0 if floating else z)
     stored = code_values(fmt)[rounding.quantized().codes.int()].reshape(t.shape)
-    half = 0.5 if isinstance(fmt, IntFormat) else 1.0  # of e2m1's coarsest spacing
+    half = 0.5 if isinstance(fmt, IntFormat) else 1.0  # half the coarsest spacing of e2m1
     saturated = (t < fmt.min - half) | (t > fmt.max + half)
     q = torch.where(saturated, stored, t + (stored - t).detach())
     w = q * s + z if floating else (q - z) * s

@@ -1,4 +1,5 @@
-"""The correction removes exactly the largest singular components of the error; if inputs are known, of the outputs' error."""
+"""The correction removes exactly the largest singular components of the error. With known inputs, it removes those of the error
+of the outputs."""
 
 from __future__ import annotations
 
@@ -29,9 +30,8 @@ def test_the_error_left_is_the_tail_of_the_singular_values(rank, name, shape):
 
 @pytest.mark.parametrize("shape", [(24, 64), (64, 48)])
 def test_with_a_hessian_the_error_of_the_outputs_is_least(shape):
-    """The error is the least possible one: the tail of the singular values of E R. R is a square root of the damped Hessian,
-    computed here from its eigenvectors and not as the code does.
-    """
+    """The error of the outputs is the least possible one: the tail of the singular values of E R. E is the error of the
+    weights. R is a square root of the damped Hessian; the test computes it from eigenvectors, unlike the code."""
     w, x = weights(*shape), inputs(shape[1])
     hessian = x.T @ x
     q = rtn(w, "w3a16_g16")

@@ -1,4 +1,4 @@
-"""Mixed bits: within the budget, bits where they help most, as good as trying everything."""
+"""Mixed bits stay within the budget and are given where they help most. The result is as good as trying everything."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_rows_are_orthogonal_signs(n):
 def test_channels_of_known_models_can_be_rotated(n):
     factors = rotation_factors(n)
     assert torch.tensor([len(f) for f in factors]).prod() == n
-    assert all(len(f) <= 256 for f in factors)  # a rotation takes the sum of these in products a number
+    assert all(len(f) <= 256 for f in factors)  # per number, a rotation takes as many products as the sum of these lengths
     assert all(torch.equal(f @ f.T, len(f) * torch.eye(len(f), dtype=torch.float64)) for f in factors)
 
 

@@ -50,7 +50,7 @@ def test_zero_points_bound_the_error(bits, zero):
     w = random(5, 96) + 0.7
     q = rtn(w, Scheme(uint_format(bits), None, PerGroup(32), zero))
     step = q.scale.float().repeat_interleave(32, dim=1)
-    # Half a step for rounding the weight; integer zeros may cut another half off at one end; fp16 rounds the rest.
+    # Rounding a weight costs half a step. Integer zeros may cut off another half at one end. The rest is rounding to fp16.
     limit = step * (1.0 if zero is ZeroPoint.INTEGER else 0.5) + 2e-3 * w.abs().max()
     assert ((w - q.dequantize()).abs() <= limit).all()
 
@@ -84,7 +84,8 @@ def test_ragged_groups_zero_channels_and_single_values(name):
     if "b128" not in name and "_t" not in name:
         assert (got[0] == 0).all()
         assert torch.allclose(got[2], w[2], rtol=1e-2)
-    # The ragged last group (64 of 128 weights) is quantized by its own largest weight. The tiny ones of row 3 ask for bf16.
+    # The last group is ragged (64 of 128 weights) and is quantized by its own largest weight. Scales are bf16 because of the
+    # tiny weights in row 3.
     if name == "w4a16_g128":
         assert q.scale.shape == (7, 5)
         assert q.scale[4, 4] == (w[4, 512:].abs().max() / 7).bfloat16()
@@ -179,7 +180,7 @@ def test_pieces_wait_for_a_device_once_each(monkeypatch):
     monkeypatch.setattr(sys.modules["lowbit.quantize.rtn"], "WEIGHTS_AT_ONCE", 128 * 8)
     with Count():
         rtn(random(80, 128), "w4a16_g32")
-    assert len(waits) == 10 + 2  # that all are finite, and which type the scales have
+    assert len(waits) == 10 + 2  # the other two: whether all weights are finite, and the type of the scales
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

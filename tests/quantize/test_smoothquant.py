@@ -56,7 +56,8 @@ def test_the_best_alpha_of_the_grid():
 
 
 def test_no_factors_where_none_help():
-    """One token outside the sample has a huge value: factors for it would spoil the weights for all other tokens."""
+    """One token outside the sample has a huge value. Factors for it would spoil the weights for all other tokens, so none are
+    used."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(300, 64, generator=generator), torch.randn(16, 64, generator=generator)
     x[200, 5] = 1e5

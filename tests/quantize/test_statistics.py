@@ -1,4 +1,4 @@
-"""The statistics that calibration collects piece by piece equal those computed from all inputs at once."""
+"""Calibration collects statistics piece by piece. They equal those computed from all inputs at once."""
 
 from __future__ import annotations
 

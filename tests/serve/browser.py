@@ -14,7 +14,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def browser_path():
-    """The path of a Chromium; None if there is none."""
+    """Returns the path of a Chromium; None if no Chromium is installed."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 

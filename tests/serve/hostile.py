@@ -159,13 +159,13 @@ def heads(draw):
 
 
 def status_of(answer):
-    """The last status in the bytes of a server; None if there are none."""
+    """Returns the status of the last response in a server's bytes; None if there is no response."""
     found = [part.split(b" ", 2)[1] for part in answer.split(b"\n") if part.startswith(b"HTTP/1.1 ")]
     return int(found[-1]) if found else None
 
 
 def answered(server, data, **options):
-    """The bytes that the server sends until it closes the connection, which must be soon."""
+    """Sends data; returns the bytes that the server sends until it closes the connection, which must happen soon."""
     begun = time.monotonic()
     answer = raw(server, data, **options)
     assert time.monotonic() - begun < PATIENCE_SECONDS, f"neither answered nor closed: {data[:300]!r}"
@@ -188,7 +188,7 @@ def send_body(server, head, path, body):
 
 
 def attack(server, count):
-    """Sends `count` requests in all three ways; returns how many had each status."""
+    """Sends `count` requests, in all three ways. Returns how many requests had each status."""
     seen: dict[object, int] = {}
     options = dict(suppress_health_check=list(HealthCheck), database=None, deadline=None)
 

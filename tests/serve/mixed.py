@@ -21,7 +21,7 @@ KINDS = 12
 
 
 def kind(number):
-    """Prompt and length of the requests of one kind; some kinds have a common prefix."""
+    """Returns the prompt and the length of the requests of one kind. Some kinds have a common prefix."""
     draw = random.Random(number)
     prompt = (LETTERS * 9)[: draw.choice((1, 5, 130, 140))] + LETTERS[number]
     return prompt, draw.randint(1, 60)

@@ -28,20 +28,21 @@ NAME = "tiny"
 FREE = 0.05
 """Seconds between checks of a condition."""
 PATIENCE = 120.0
-"""Seconds until a condition counts as failed: conditions are met at once, but for a busy machine."""
+"""Seconds until a condition counts as failed. Conditions are met at once, except on a busy machine."""
 
 
 def tiny_pipeline(engine=True, **options):
-    """A tiny model, with its decode program or through its own forward."""
+    """Returns a pipeline of a tiny model, which computes by its decode program or by its own forward."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return Pipeline(eager_llama(), tokenizer, engine=engine, **{"max_concurrent": 4, "cache_bytes": 1 << 22, **options})
 
 
 def structured_pipeline(**options):
-    """A tiny model whose tokenizer grammars can read."""
+    """Returns a pipeline of a tiny model, with a tokenizer that grammars can read."""
     tokenizer = json_tokenizer()
-    tokenizer.chat_template = f"{TEMPLATE}{{# <tool_call> arguments #}}{{# <think></think> #}}"  # as Qwen 3 says of its answers
+    # these words make the template one of Qwen 3's formats of calls and reasoning
+    tokenizer.chat_template = f"{TEMPLATE}{{# <tool_call> arguments #}}{{# <think></think> #}}"
     return Pipeline(eager_llama(), tokenizer, engine=True, **{"max_concurrent": 4, "cache_bytes": 1 << 22, **options})
 
 
@@ -73,7 +74,7 @@ class Running:
             time.sleep(FREE)
 
     def client(self, **options):
-        """An HTTP client without certificates: reading them takes longer than most answers."""
+        """Returns an HTTP client without certificates, since reading certificates takes longer than most answers."""
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         return httpx.Client(base_url=self.url, timeout=PATIENCE, headers=headers, verify=False, **options)
 
@@ -99,7 +100,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(pipe=None, *, key=None, name=NAME, local=True, **limits):
-    """A ready server of a pipeline; at the end it must hold no resources, and ends."""
+    """Runs a ready server of a pipeline. At the end the server must hold no resources, and is ended."""
     server = Running(pipe or tiny_pipeline(), Limits(**{"max_concurrent": 4, **limits}), key, name, local)
     try:
         server.wait_until(lambda: server.service.state is State.READY)
@@ -110,7 +111,7 @@ def running(pipe=None, *, key=None, name=NAME, local=True, **limits):
 
 
 def raw(server, data, *, seconds=10.0, end=False):
-    """The bytes that the server sends until it closes the connection, or sends nothing for some time."""
+    """Sends data; returns the bytes that the server sends until it closes the connection or sends nothing for some time."""
     with socket.create_connection(server.address, timeout=seconds) as connection:
         connection.settimeout(seconds)
         found = b""
@@ -124,7 +125,7 @@ def raw(server, data, *, seconds=10.0, end=False):
 
 
 def greedy(server, prompt, limit, **sampling):
-    """The text, tokens and finish reason that the engine gives a request alone: the server must give the same."""
+    """Returns the text, tokens and finish reason of a request that the engine computes alone. The server must give the same."""
     from lowbit.engine import Detokenizer, Engine, Request, Sampling
 
     pipe = server.pipe
@@ -143,7 +144,7 @@ def greedy(server, prompt, limit, **sampling):
 
 
 class Command:
-    """A process of `lowbit serve` with a folder, or under the name "tiny", and its standard error."""
+    """A process of `lowbit serve`, whose model is called "tiny", and the lines of its standard error."""
 
     def __init__(self, *arguments):
         code = "from lowbit.cli import main; main()"

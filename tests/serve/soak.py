@@ -28,7 +28,7 @@ from tests.serve.running import NAME, command, running, tiny_pipeline
 RATE = 2.5
 EVERY_SECONDS = 60.0
 PATIENCE_SECONDS = 300.0
-"""Seconds until an answer counts as lost: a busy machine may compute nothing for minutes."""
+"""Seconds until an answer counts as lost. They are many, since a busy machine may compute nothing for minutes."""
 
 SECRET = "zebrafish"
 """A word of every prompt, which must not occur in a log."""

@@ -81,7 +81,8 @@ def test_streams_match_whole_answers(client, free):
 
 
 def test_many_at_once_asynchronously(free):
-    """Streams and whole answers, chats and completions: each is the same as alone, and a step is one wake-up for all."""
+    """Streams and whole answers, chats and completions run at once. Each is the same as alone, and a step wakes the event loop
+    up once for all of them."""
     prompts = [f"{'abcdefgh'[i % 8]} {i}" for i in range(24)]
     alone = [greedy(free, prompt, 12 + i % 5)[0] for i, prompt in enumerate(prompts)]
 
@@ -103,7 +104,7 @@ def test_many_at_once_asynchronously(free):
 
 
 def test_a_step_is_one_wake_up(free, monkeypatch):
-    """For any number of sequences: the event loop is not woken up for each token."""
+    """A step wakes the event loop up once for any number of sequences, not for each token."""
     worker, calls = free.service.worker, []
     call = worker._call
     monkeypatch.setattr(worker, "_call", lambda function: (calls.append(function), call(function)))
@@ -113,7 +114,8 @@ def test_a_step_is_one_wake_up(free, monkeypatch):
 
 
 def test_choices_and_prompts(client, free):
-    """n sequences for each prompt, in order; the first has the request's seed, the others have seeds derived from it."""
+    """There are n sequences for each prompt, in order. The first has the request's seed; the seeds of the others are derived
+    from it."""
     one = dict(model=NAME, max_tokens=12, temperature=1.0, seed=7)
     alone = {p: greedy(free, p, 12, temperature=1.0, seed=7)[0] for p in ("ab", "cd")}
     said = client.completions.create(prompt=["ab", "cd"], n=3, **one)
@@ -131,7 +133,7 @@ def test_choices_and_prompts(client, free):
 
 
 def test_sampling_settings_of_each_request(client, free):
-    """Each setting changes the tokens as it does in the engine; defaults are OpenAI's."""
+    """Each setting changes the tokens as it does in the engine. Defaults are OpenAI's."""
     settings = (
         {"temperature": 0.5}, {"temperature": 1.5, "top_p": 0.5}, {"presence_penalty": 1.5}, {"frequency_penalty": 1.5},
         {"top_k": 3}, {"min_p": 0.3}, {"repetition_penalty": 1.3},
@@ -191,8 +193,8 @@ def test_log_probabilities(client, free):
 
 
 def test_offsets_of_tokens_within_a_character():
-    """They are the offset of the character: a token within a character has no text of its own."""
-    tokenizer = random_tokenizer(300)  # its first tokens are bytes
+    """A character may have several tokens. They all have its offset, since only the character has a text."""
+    tokenizer = random_tokenizer(300)  # the first tokens of its vocabulary are bytes
     ids = tokenizer("a\u00e9\U0001f600b", add_special_tokens=False).input_ids
     assert len(ids) == 1 + 2 + 4 + 1
     text = ServedSequence(Request([ids[0]], 9), Detokenizer(tokenizer, [ids[0]]), OutputCollector(), 0)
@@ -210,7 +212,7 @@ def test_offsets_of_tokens_within_a_character():
 
 
 def test_the_cache_of_token_texts_is_bounded():
-    """A server sees all tokens of a large vocabulary in time."""
+    """In time a server sees all tokens of a large vocabulary, so its cache of their texts is bounded."""
     tokenizer = random_tokenizer(20_000)
     names = TokenTexts(tokenizer)
     tracemalloc.start()
@@ -222,7 +224,7 @@ def test_the_cache_of_token_texts_is_bounded():
 
 
 def test_an_answer_is_accepted_in_the_next_turn(client):
-    """As the client's object, and as its dictionary, which has null for absent fields."""
+    """The answer goes back as the client's object, and as its dictionary, which has null for absent fields."""
     said = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=3, temperature=0).choices[0].message
     counts = []
     for turn in (said, said.model_dump(), {"role": "assistant", "content": said.content}):
@@ -268,7 +270,7 @@ def test_tools_and_earlier_calls_reach_the_template(client, free):
 
 
 def test_length_limits(client, free):
-    """A chat may fill the context, a completion has 16 tokens; longer ones are refused."""
+    """Without a limit, a chat may fill the context and a completion has 16 tokens. Longer requests are refused."""
     most = free.engine.max_length
     said = client.completions.create(model=NAME, prompt=PROMPT, temperature=0, extra_body={"ignore_eos": True})
     assert said.usage is not None and said.usage.completion_tokens == 16 and said.choices[0].finish_reason == "length"

@@ -1,5 +1,5 @@
-"""Open connections: their number, which one is closed for a new one, half-closed connections, and JSON for bytes that are not
-HTTP."""
+"""Open connections: how many there may be, which one is closed for a new one, and half-closed ones. Bytes that are not HTTP get
+JSON."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ print(time.monotonic() - begun)
 
 
 def test_idle_connections_do_not_exhaust_file_descriptors(caplog):
-    """200 of them with a limit of 30 files: other clients are answered, and the log has one line about it."""
+    """200 idle connections with a limit of 30 files do not stop the server. Other clients are answered, and the log has one
+    line about it."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     client = subprocess.Popen([sys.executable, "-I", "-c", CLIENT], **pipes)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -85,7 +86,7 @@ def test_idle_connections_do_not_exhaust_file_descriptors(caplog):
 
 
 def test_a_new_connection_is_answered(caplog):
-    """The connections that were idle for the longest are closed for it; connections with a running request are not."""
+    """The connections that were idle for the longest are closed for a new one. Connections with a running request stay open."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running(max_connections=8, max_connections_per_address=6))
         stack.enter_context(server.engine._lock)
@@ -110,7 +111,8 @@ def test_a_new_connection_is_answered(caplog):
 
 @pytest.mark.parametrize("bounds", [{"max_connections": 2}, {"max_connections": 3, "max_connections_per_address": 2}])
 def test_one_connection_too_many(bounds, monkeypatch):
-    """It gets status 503 as JSON, also if it sends its request late; a later connection is answered."""
+    """A connection beyond the limit gets status 503 as JSON, even if it sends its request late. A later connection is
+    answered."""
     monkeypatch.setattr(listener, "MOST_REFUSALS", 1)
     monkeypatch.setattr(listener, "REFUSAL_SECONDS", PATIENCE)
     bounds = {"max_connections_per_address": 2, **bounds}
@@ -161,7 +163,7 @@ def test_the_limit_on_open_files_is_raised():
 
 
 def test_networks():
-    """An IPv6 client counts by its /64, an IPv4 client by its address, on either kind of socket."""
+    """An IPv6 client counts by its /64 network, an IPv4 client by its address, also if an IPv6 socket reports it."""
     hosts = ["127.0.0.1", "::ffff:127.0.0.1", "2001:db8::1:2:3:4", "2001:db8::5", "fe80::1%eth0"]
     assert [network_of(host) for host in hosts] == ["127.0.0.1"] * 2 + ["2001:db8::/64"] * 2 + ["fe80::/64"]
 
@@ -191,7 +193,7 @@ def test_http_1_0_needs_no_host(free):
 
 
 def test_bytes_after_a_request_do_not_change_its_answer(free):
-    """Bytes that are not HTTP after a request: the answer is whole, and the connection ends after it."""
+    """Bytes that are not HTTP follow a request. Its answer is complete, and then the connection ends."""
     answer = raw(free, post({**ASKED, "stream": True}) + b"no request\r\n\r\n")
     assert answer.count(b"HTTP/1.1 ") == 1 and answer.endswith(b"0\r\n\r\n") and b"[DONE]" in answer
 
@@ -199,7 +201,8 @@ def test_bytes_after_a_request_do_not_change_its_answer(free):
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_half_closed_clients_get_their_answer(stream, version, free):
-    """As with `nc -N` and older clients. An interim response may precede the answer; all clients ignore it."""
+    """A client closes its sending side after the request, as `nc -N` and older clients do. An interim response may precede the
+    answer; all clients ignore it."""
     with free.client() as client:
         whole = client.post("/v1/completions", json=ASKED).json()["choices"][0]["text"]
     begun = time.monotonic()
@@ -214,7 +217,7 @@ def test_half_closed_clients_get_their_answer(stream, version, free):
 
 
 def test_half_closed_with_pipelined_requests(free):
-    """The complete requests are answered, the incomplete one is not."""
+    """Of pipelined requests before a half-close, the complete ones are answered, the incomplete one is not."""
     short = post({**ASKED, "max_tokens": 2})
     answer = raw(free, short * 3 + short[:-5], end=True)
     assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b"text_completion") == 3
@@ -222,7 +225,7 @@ def test_half_closed_with_pipelined_requests(free):
 
 
 def test_http_client_after_a_half_close(free):
-    """It ignores the interim response before the answer."""
+    """Python's http.client ignores the interim response before the answer."""
     asking = http.client.HTTPConnection(*free.address, timeout=PATIENCE)
     asking.request("POST", "/v1/completions", json.dumps(ASKED), {"content-type": "application/json"})
     asking.sock.shutdown(socket.SHUT_WR)
@@ -231,7 +234,7 @@ def test_http_client_after_a_half_close(free):
 
 
 class Panic(BaseException):
-    """The error of a library written in Rust for unexpected input; it is not an Exception."""
+    """The error that a library written in Rust raises for unexpected input. It is not an Exception."""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -1,4 +1,4 @@
-"""The end of the process of `lowbit serve` after two signals, and its independence of standard error."""
+"""How the process of `lowbit serve` ends after two signals, and that a blocked standard error does not affect it."""
 
 from __future__ import annotations
 
@@ -105,19 +105,20 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT, signal.SIGINT)])
 def test_a_second_signal_ends_the_process_without_an_abort(signals, folder):
-    """With the conventional status, also while the engine's thread computes, and after a third Ctrl-C."""
+    """The process ends with the conventional status, also while the engine's thread computes, and after a third Ctrl-C."""
     status = forked(SERVING, folder, json.dumps([int(number) for number in signals]), imported=IMPORTED)
     assert int(status) == 128 + signals[-1]
 
 
 @pytest.mark.parametrize("where", ["unread", "full"])
 def test_a_blocked_standard_error_does_not_block_the_server(where, folder):
-    """A pipe that is not read after 200 lines of log, and a disk that is full from the start."""
+    """Standard error is a pipe that nobody reads, which is full after half of the 200 lines of log, or a disk that is full from
+    the start."""
     assert int(forked(SERVING, folder, where, imported=IMPORTED)) == 0
 
 
 def test_a_queued_stream_drops_unread_lines():
-    """It says so when reading continues."""
+    """Once the stream is read again, it says how many writes were dropped."""
     reading, writing = os.pipe()
     stream = QueuedStream(writing)
     begun = time.monotonic()
@@ -135,7 +136,7 @@ def test_a_queued_stream_drops_unread_lines():
     thread.join()
     os.close(reading)
     *lines, last = read.decode().splitlines()
-    # On a busy machine the thread may copy the first lines only after some were dropped: then there is more than one gap.
+    # On a busy machine the thread may copy the first lines only after some were dropped. Then there is more than one gap.
     gaps = [re.fullmatch(r"\(([\d,]+) writes are missing here: standard error was not read\)", line) for line in lines]
     numbers = [int(line) for line, gap in zip(lines, gaps, strict=True) if gap is None]
     dropped = [int(gap[1].replace(",", "")) for gap in gaps if gap is not None]
@@ -162,7 +163,8 @@ def test_a_queued_stream_on_a_full_disk_and_a_closed_pipe():
 
 
 def test_a_standard_error_without_a_file_is_kept(monkeypatch):
-    """None, if it was closed when Python started, and streams in memory, as in tests."""
+    """sys.stderr stays as it is without a file: None, if it was closed when Python started, or a stream in memory, as in
+    tests."""
     import io
     import sys
 

@@ -1,4 +1,4 @@
-"""A failure of one request fails that request alone: answers to others keep every bit, and the server continues."""
+"""A failure of one request fails only that request. Answers to others keep every bit, and the server continues."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def failing():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_that_cannot_be_decoded(stream, failing, monkeypatch):
-    """An error in the detokenizer of one sequence, in the middle of its text."""
+    """The detokenizer raises in the middle of one sequence's text."""
     push = Detokenizer.push
 
     def broken(self, token):
@@ -68,7 +68,7 @@ def test_a_text_that_cannot_be_decoded(stream, failing, monkeypatch):
 
 
 def test_a_text_that_cannot_be_finished(failing, monkeypatch):
-    """An error in the detokenizer after the last token, which is raised after the engine's step."""
+    """The detokenizer raises after the last token. The error is raised after the engine's step."""
     finish = Detokenizer.finish
 
     def broken(self):
@@ -106,7 +106,7 @@ def test_a_step_that_fails(failing, monkeypatch):
 
 
 def test_an_error_without_a_sequence_at_fault(failing, monkeypatch):
-    """The scheduler raises while every sequence waits: all of them fail, since the next step would raise again."""
+    """The scheduler raises while every sequence is queued. All of them fail, since the next step would raise again."""
     alone = ask(failing, ASKED)[0]
 
     def broken():
@@ -121,7 +121,7 @@ def test_an_error_without_a_sequence_at_fault(failing, monkeypatch):
 
 
 def test_a_failed_gpu(failing, monkeypatch):
-    """The engine refuses every request, and /health reports it."""
+    """After a failure of the GPU, the engine refuses every request, and /health reports it."""
     with monkeypatch.context() as patch, failing.client() as client:
         patch.setattr(failing.engine, "_gpu_error", "RuntimeError: CUDA error")
         for _ in range(MOST_FAILURES):
@@ -132,7 +132,7 @@ def test_a_failed_gpu(failing, monkeypatch):
 
 
 def test_repeated_failures(failing, monkeypatch):
-    """/health reports them, so that a supervisor restarts the server; after a success it is healthy again."""
+    """/health reports repeated failures, so that a supervisor can restart the server. After a success it is healthy again."""
     with monkeypatch.context() as patch, failing.client() as client:
         patch.setattr(failing.engine.program, "prompt", lambda *_: [][0])
         for count in range(MOST_FAILURES):
@@ -145,7 +145,7 @@ def test_repeated_failures(failing, monkeypatch):
 
 
 def test_more_sequences_than_pages():
-    """Sequences that outgrow the cache are preempted, and have the text that they have alone."""
+    """Sequences that need more pages than the cache has are preempted, and have the text that they have alone."""
     with running(tiny_pipeline(max_concurrent=6, cache_bytes=9 << 16), max_concurrent=6) as server:
         pages, page = server.engine.scheduler.pages.count - 1, 128
         bodies = [
@@ -163,7 +163,7 @@ class Fatal(BaseException):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_server_ends_with_its_engine_thread(monkeypatch):
-    """No client waits for a thread that has ended."""
+    """The server ends with its engine thread, so that no client waits for an answer that cannot come."""
     server = Running(tiny_pipeline(), Limits(max_concurrent=4))
     try:
         server.wait_until(lambda: server.service.state is State.READY)
@@ -195,7 +195,7 @@ def test_a_warm_up_that_fails(monkeypatch):
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_step_that_does_not_return(signals, monkeypatch, caplog):
-    """The server ends without it, after some time or with a second signal."""
+    """If a step never returns, the server ends without it, after some time or at a second signal."""
     monkeypatch.setattr("lowbit.serve.server.AFTER_GRACE_SECONDS", 1 if signals == 1 else 2 * PATIENCE)
     server, goes_on = Running(tiny_pipeline(), Limits(max_concurrent=4, grace_seconds=0)), threading.Event()
     try:
@@ -219,7 +219,7 @@ def test_a_step_that_does_not_return(signals, monkeypatch, caplog):
 
 
 def test_requests_after_the_grace_time():
-    """A request whose body was still arriving gets the same error as the others."""
+    """A request whose body was still arriving at the end of the grace time gets the same error as the others."""
     with running() as server:
         server.service.worker._loop.call_soon_threadsafe(server.server._end_all)
         (error,) = ask(server, ASKED)
@@ -227,7 +227,7 @@ def test_requests_after_the_grace_time():
 
 
 def test_a_stop_string_that_ends_with_the_last_character(failing, monkeypatch):
-    """A character whose last byte is missing becomes text at the end only, and may complete a stop string."""
+    """A character that lacks its last byte becomes text only at the end. It may then complete a stop string."""
     decode = failing.pipe.tokenizer.decode
     monkeypatch.setattr(
         Detokenizer, "_decode", lambda self, tokens: decode(tokens)[: len(tokens) - 1] + "\ufffd" * bool(tokens)
@@ -238,7 +238,7 @@ def test_a_stop_string_that_ends_with_the_last_character(failing, monkeypatch):
 
 
 def test_a_fault_ends_its_connection(failing, monkeypatch):
-    """Its response says so; the client sends nothing more on it."""
+    """The response to a fault closes the connection, so the client sends nothing more on it."""
     monkeypatch.setattr(failing.service, "check_model", lambda name: 1 // 0)
     with failing.client() as client:
         answer = client.post("/v1/completions", json=ASKED)
@@ -247,7 +247,7 @@ def test_a_fault_ends_its_connection(failing, monkeypatch):
 
 
 def test_log_probabilities_are_encoded_in_a_thread(failing, monkeypatch):
-    """Encoding those of a long answer takes a second, which would block the event loop."""
+    """Encoding the log-probabilities of a long answer takes a second, during which the event loop would be blocked."""
     part, threads = CompletionResponses._part, []
 
     def watched(self, *arguments):
@@ -257,7 +257,7 @@ def test_log_probabilities_are_encoded_in_a_thread(failing, monkeypatch):
     fetch = OutputCollector.fetch
 
     async def late(self):
-        await asyncio.sleep(0.5)  # as for a client that reads slowly: many tokens are one output
+        await asyncio.sleep(0.5)  # like a client that reads slowly, so that many tokens are one output
         return await fetch(self)
 
     monkeypatch.setattr(CompletionResponses, "_part", watched)
@@ -272,14 +272,14 @@ def test_log_probabilities_are_encoded_in_a_thread(failing, monkeypatch):
 
 
 def test_requests_start_no_threads(failing):
-    """Each would switch threads while the engine's thread computes."""
+    """A thread for each request would take time from the engine's thread."""
     with failing.client() as client:
         assert client.post("/v1/completions", json=ASKED).status_code == 200
     assert not [each.name for each in threading.enumerate() if each.name.startswith("AnyIO")]
 
 
 def test_the_garbage_collector_skips_a_warm_server():
-    """Collections do not scan the model while requests run; after the server has ended, they do again."""
+    """While requests run, garbage collections do not scan the model. After the server has ended, they do again."""
     with running():
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0

@@ -26,7 +26,7 @@ def post(body, *more):
 
 
 def test_generated_requests(free):
-    """200 requests here; `python -m tests.serve.hostile 1000` sends more."""
+    """Sends 200 requests; `python -m tests.serve.hostile 1000` sends more."""
     seen = attack(free, 200)
     assert seen[200] > 5 and seen[400] > 50, seen
     with free.client() as client:
@@ -43,7 +43,7 @@ def test_pipelined_requests_are_answered_in_order(free):
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_disconnect_with_pipelined_requests(streams, at_once, slow):
-    """uvicorn reports the disconnect only to the last pipelined request, and reads nothing further behind the first."""
+    """uvicorn reports a disconnect only to the last pipelined request. While the first one runs, it reads nothing further."""
     with socket.create_connection(slow.address) as connected:
         first, behind = post({**ASKED, "stream": streams}), post(ASKED)
         connected.sendall(first + behind if at_once else first)
@@ -78,7 +78,7 @@ def test_half_a_head(data, free, monkeypatch):
 
 
 def test_a_second_request_has_no_more_time(free, monkeypatch):
-    """Also after an answer."""
+    """The time limit for the head of a request also holds after an answer."""
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
     with socket.create_connection(free.address, timeout=PATIENCE) as connected:
         connected.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -91,7 +91,7 @@ def test_a_second_request_has_no_more_time(free, monkeypatch):
 
 
 def test_protocol_upgrades_are_ignored(free):
-    """Some clients ask for one before their first request."""
+    """Some clients ask for a protocol upgrade before their first request."""
     data = post(ASKED, b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAMAAABk")
     answer = raw(free, data)
     assert status_of(answer) == 400 and b"send them without this header" in answer and answer.count(b"HTTP/1.1 ") == 1
@@ -108,7 +108,7 @@ def test_heads_are_bounded(free):
     head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
     assert status_of(raw(free, head + b"connection: close\r\na: " + b"b" * 8000 + b"\r\n\r\n")) == 200
     large = raw(free, head + b"a: " + b"b" * (1 << 20))
-    assert status_of(large) in (400, None)  # None: the connection was reset while this client was sending
+    assert status_of(large) in (400, None)  # None, if the connection was reset while this client was sending
     assert status_of(raw(free, head + b"a: b\r\n" * 100_000)) in (400, None)
     assert status_of(raw(free, head + b"a: " + b"b" * 40_000 + b"\r\n\r\n")) == 400
     assert status_of(raw(free, b"GET /" + b"b" * 40_000 + b" HTTP/1.1\r\n\r\n")) == 400
@@ -116,14 +116,14 @@ def test_heads_are_bounded(free):
 
 @pytest.mark.parametrize("key", [None, "sesame"])
 def test_trailers_are_bounded(key):
-    """Also without the key, whose absence is answered before the body has arrived."""
+    """Trailers are bounded, also without the key. The answer to a missing key is sent before the body has arrived."""
     with running(key=key) as server:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
         opening = head + b"content-type: application/json\r\n\r\n1\r\n{\r\n0\r\n"
         with socket.create_connection(server.address, timeout=PATIENCE) as connected:
             connected.sendall(opening)
             with pytest.raises(ConnectionError):
-                for _ in range(4000):  # 80 MB, more than the system buffers for a server that does not read
+                for _ in range(4000):  # 80 MB, more than the system buffers for a server that stops reading
                     connected.sendall(b"a: b\r\n" * 3500)
                     time.sleep(0.001)
         data = json.dumps({**ASKED, "max_tokens": 2}).encode() + b" " * 100_000
@@ -159,7 +159,8 @@ def slow():
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_disconnect_stops_the_computation(streams, slow):
-    """Sequences have 200 tokens. How many are computed before the server notices depends on the machine's load."""
+    """Sequences have 200 tokens. How many are computed before the server notices the disconnect depends on the machine's
+    load."""
     with socket.create_connection(slow.address) as connected:
         connected.sendall(post({**ASKED, "stream": streams, "n": 3}))
         slow.wait_until(lambda: slow.engine.scheduler.running)
@@ -171,7 +172,7 @@ def test_a_disconnect_stops_the_computation(streams, slow):
 
 
 def test_a_disconnect_frees_the_pages_within_a_step(slow, monkeypatch):
-    """Counted from when the server notices: the running step is the last."""
+    """Once the server notices the disconnect, the running step is the last one for the sequence."""
     worker, pages = slow.service.worker, slow.engine.scheduler.pages
     cancel, release, told, released = worker.cancel, pages.free, [], []
     monkeypatch.setattr(worker, "cancel", lambda texts: (told.append(slow.steps), cancel(texts)))
@@ -202,7 +203,7 @@ def test_a_disconnect_frees_a_place_in_the_queue(slow):
 
 
 def test_disconnects_at_random_moments(free):
-    """Sixty connections, closed or reset while they send, wait or read; another client is answered correctly."""
+    """Sixty connections are closed or reset while they send, wait or read. Another client is answered correctly meanwhile."""
     draw = random.Random(0)
     body = {**ASKED, "max_tokens": 40, "temperature": 0}
     with free.client() as client:
@@ -231,10 +232,11 @@ def test_disconnects_at_random_moments(free):
 
 
 def test_a_client_that_does_not_read(monkeypatch):
-    """Its answer stays unread; the sequence is computed meanwhile, and other clients are not delayed."""
+    """A client does not read its answer. The sequence is computed nevertheless, and other clients are not delayed."""
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.5)
     with running() as server, contextlib.ExitStack() as stack:
-        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # also of later connections
+        # the option also applies to connections accepted later
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         many = {**ASKED, "stream": True, "n": 4, "logprobs": 20}
         stalled = []
         for _ in range(3):
@@ -256,7 +258,7 @@ def test_a_client_that_does_not_read(monkeypatch):
 
 @pytest.mark.parametrize("ending", [b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", b"no request\r\n\r\n"])
 def test_an_unread_last_answer(ending, monkeypatch):
-    """Answers are unread when the connection is to end, too few of them to block a writer."""
+    """Some answers are unread when the connection is to end. They are too short to block the writer."""
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.5)
     with running() as server, socket.socket() as connected:
         server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -95,7 +95,7 @@ def test_invalid_fields_are_refused_by_name(path, field, name, free):
 
 @pytest.mark.parametrize("field", [{"stop": [1] * 300_000}, {"prompt": [[]] * 300_000}, {"prompt": [1] * 300_000 + [-1]}])
 def test_a_large_body_is_refused_at_its_first_error(field):
-    """Reporting every error would take seconds and gigabytes."""
+    """Only the first error of a large body is reported: reporting all would take seconds and gigabytes."""
     body = json.dumps({**ASKED, **field}).encode()
     tracemalloc.start()
     try:
@@ -145,7 +145,7 @@ def test_bodies(free):
 
 
 def test_refusals_name_their_field():
-    """Without a server: the schema alone."""
+    """The schema alone, without a server, reads the fields of valid requests."""
     asked = parse(CompletionRequest, json.dumps({**ASKED, "stop": ["a", "b"], "logit_bias": {"5": -3}, "n": 2}).encode())
     assert (asked.stops, asked.choices, asked.limit, asked.num_logprobs) == (("a", "b"), 2, 4, None)
     chat = parse(ChatCompletionRequest, json.dumps({**CHAT, "logprobs": True, "max_completion_tokens": 4}).encode())
@@ -175,7 +175,8 @@ def test_a_key():
 
 
 def test_pages_of_other_sites_are_refused(tiny):
-    """Host names that resolve to this machine (DNS rebinding), and forms, which need no CORS preflight."""
+    """A page of another site may reach the server by a host name that resolves to this machine (DNS rebinding), or by a form,
+    which needs no CORS preflight. Both are refused."""
     with tiny.client() as client:
         assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
         for host in ("127.0.0.1.evil.example", "10.0.0.1", "[::2]"):
@@ -188,7 +189,7 @@ def test_pages_of_other_sites_are_refused(tiny):
 
 
 def test_no_path_redirects(tiny):
-    """Not even to the same server: the target would be taken from the Host header."""
+    """No path redirects, not even to the same server, since the target would be taken from the Host header."""
     with tiny.client() as client:
         for path in ("/health/", "/v1/completions/", "/example.org//", "/v1"):
             answer = client.get(path)
@@ -219,7 +220,7 @@ def test_a_full_server_sends_retry_after():
 
 
 def test_states():
-    """No sequence runs before the end of the warm-up or after the start of the shutdown; /health is 200 throughout."""
+    """No sequence runs before the end of the warm-up or after the start of the shutdown. /health is 200 all the time."""
     with running() as server, server.client() as client:
         for state in (State.WARMING, State.DRAINING):
             server.service.state = state
@@ -270,10 +271,10 @@ def test_metrics(free):
 
 
 def test_prompts_beside_generating_sequences_are_counted():
-    """A prompt that comes while another request generates is computed in the same steps."""
+    """A prompt that arrives while another request generates is computed in the same steps."""
     with running(tiny_pipeline()) as server, server.client() as client:
         long = {"model": NAME, "prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": True}
-        for _ in range(20):  # on a busy machine the long text may end before the prompt comes
+        for _ in range(20):  # on a busy machine the long text may end before the prompt arrives
             with client.stream("POST", "/v1/completions", json=long) as events:
                 next(events.iter_lines())
                 answer = client.post("/v1/completions", json={"model": NAME, "prompt": "abcdefgh", "max_tokens": 2}).json()
@@ -286,7 +287,7 @@ def test_prompts_beside_generating_sequences_are_counted():
 
 
 def test_a_server_with_keys_and_values_in_4_bits():
-    """Its answers are those of an engine with this format alone; in the same memory its pool holds more tokens."""
+    """The server's answers are those of an engine with this format alone. In the same memory its pool holds more tokens."""
     with running(tiny_pipeline(kv="int4")) as server, server.client() as client:
         asked = {"model": NAME, "prompt": "abcdef", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
         text = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
@@ -300,7 +301,8 @@ def test_a_server_with_keys_and_values_in_4_bits():
 
 
 def test_a_stop_string_in_the_last_token_is_counted_as_stop(free, monkeypatch):
-    """The engine finishes the sequence for its length; the text that was held back then completes a stop string."""
+    """The engine finishes the sequence for its length. The server then returns the text that was held back, which completes a
+    stop string."""
     decode = free.pipe.tokenizer.decode
     monkeypatch.setattr(
         Detokenizer, "_decode", lambda self, tokens: decode(tokens)[: len(tokens) - 1] + "\ufffd" * bool(tokens)
@@ -335,7 +337,7 @@ def test_the_log_has_no_bodies(free, caplog):
 
 
 def test_nothing_is_kept(tiny):
-    """Requests that have ended leave nothing: whole, streamed, refused and cancelled ones."""
+    """Requests leave nothing behind when they end, whether they were whole, streamed, refused or cancelled."""
 
     def left():
         gc.collect()
@@ -358,7 +360,8 @@ def of_template(template):
 
 
 def test_halves_of_characters():
-    """JSON strings may have lone surrogates, also in the arguments of a tool call; tokenizers do not accept them."""
+    """JSON strings may have lone surrogates, also in the arguments of a tool call. They are refused, since tokenizers do not
+    accept them."""
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}
     with of_template("{{ messages[-1].tool_calls | tojson }}") as server, server.client() as client:
         for arguments, status in (('{"x": "\\ud800"}', 400), ('{"x": "\\ud83d\\ude00"}', 200)):
@@ -371,7 +374,7 @@ def test_halves_of_characters():
 
 
 def test_tools_that_the_template_ignores(free):
-    """They are refused; with tool_choice none they are accepted."""
+    """Tools are refused if the chat template ignores them. With tool_choice "none" they are accepted."""
     asked = {**CHAT, "tools": [{"type": "function", "function": {"name": "weather"}}]}
     with free.client() as client:
         assert client.post("/v1/chat/completions", json=asked).status_code == 200

@@ -39,7 +39,7 @@ def test_adapters_are_models(server):
 
 
 def test_each_answers_as_its_merged_model(server, folders):
-    """Several at once. The answer names its model."""
+    """Several adapters answer at once. Each answer is that of the merged model, and names its adapter."""
     expected = {}
     for name in (NAME, "one", "two"):
         model = eager_llama() if name == NAME else merged(eager_llama(), folders[name])

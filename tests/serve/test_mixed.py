@@ -10,7 +10,8 @@ from tests.serve.running import running, tiny_pipeline
 
 @pytest.mark.parametrize("engine", [True, False], ids=["program", "forward"])
 def test_greedy_answers_match_the_engine(engine):
-    """With fewer pages than the sequences need at once, and through Transformers' forward, as on a laptop."""
+    """Sequences need more pages at once than there are. The second case computes through Transformers' forward, as on a
+    laptop."""
     pipe = tiny_pipeline(engine, max_concurrent=8, cache_bytes=12 << 16)
     with running(pipe, max_concurrent=8) as server:
         seen = mix(server, 60)

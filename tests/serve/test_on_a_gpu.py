@@ -1,5 +1,5 @@
-"""A server on a GPU: everything is captured before the first request, sequences do not depend on each other with
-`--batch-invariant`, and disconnects and failures concern one request."""
+"""A server on a GPU. Everything is captured before the first request. With `--batch-invariant`, sequences do not depend on each
+other. Disconnects and failures affect one request only."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_requests_compile_capture_and_allocate_nothing(server):
     steps, prompts, warm_up_run = server.engine.decode_runner, server.engine.prefill_runner, server.engine.runner.warm_up_run
     variants = steps.variants(grammars=not server.service.grammars.refusal)
     assert (steps.captures, prompts.captures) == (len(variants), len(prompts.graph_shapes))
-    for _ in range(2):  # the allocator has served a busy server before
+    for _ in range(2):  # two runs, since PyTorch's allocator only settles after some load
         gather(server, text, PROMPTS)
     counts = steps.captures, prompts.captures, warm_up_run.count, torch.cuda.memory_stats()["num_device_alloc"]
     logprobs(server, PROMPTS[::2], temperature=0)
@@ -136,12 +136,12 @@ def test_disconnects_free_pages_and_change_no_other_text(server):
 
 
 def test_nan_logits_fail_one_request():
-    """A token whose embedding is NaN."""
+    """The embedding of one token is NaN."""
     model, bad = model_of(scheme=None), 5
     prompts = [[token if token != bad else 6 for token in ids] for ids in PROMPTS[:12]]
     prompts[4] = [*prompts[4], bad]
     pipe = Pipeline(model, random_tokenizer(VOCAB), max_concurrent=16, cache_bytes=1 << 26, engine=True)
-    assert not pipe.engine.program.reasons  # read before the model is damaged
+    assert not pipe.engine.program.reasons  # reads the reasons now, before the model is damaged
     with torch.no_grad():
         model.get_input_embeddings().weight[bad] = torch.nan
     with running(pipe, max_concurrent=16) as server:
@@ -149,5 +149,6 @@ def test_nan_logits_fail_one_request():
         server.wait_until_free()
         assert server.service.healthy
         assert isinstance(found[4], openai.InternalServerError), found
-        lost = [each for each in found if isinstance(each, openai.APIError)]  # other sequences may sample the token too
+        # sequences of other requests may also sample the token
+        lost = [each for each in found if isinstance(each, openai.APIError)]
         assert len(lost) < 4 and all(isinstance(each, str) and each for each in found if each not in lost), found

@@ -36,8 +36,8 @@ def answer(server, *conversation, limit=30):
 
 
 def test_a_conversation_in_the_browser(browser):
-    """With a key: refused without it, answered with it; two turns, and a third that is stopped. The page contacts no other
-    server."""
+    """Requests are refused without the key and answered with it. The conversation has two turns, and a third that is stopped.
+    The page contacts no other server."""
     with running(key="sesame") as server:
         browser.open(f"{server.url}/")
         say(browser, "Hello")
@@ -73,7 +73,7 @@ def test_a_conversation_in_the_browser(browser):
 
 
 def test_json_and_reasoning_in_the_browser(browser):
-    """The switch asks for a JSON object; reasoning is shown apart, and is no part of the conversation."""
+    """A switch asks for a JSON object. Reasoning is shown separately, and is not sent back with the conversation."""
     pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
     with running(structured_pipeline()) as server:
         browser.open(f"{server.url}/")

@@ -36,8 +36,8 @@ def folder(tmp_path_factory):
 
 
 def test_signals(folder):
-    """SIGKILL drops running requests and frees the port. SIGTERM lets running requests finish, refuses others, and cancels what
-    runs after the grace time."""
+    """SIGKILL drops running requests and frees the port. After SIGTERM running requests finish, others are refused, and
+    requests that still run after the grace time are cancelled."""
     with command(folder, "--port", 0) as killed:
         with killed.client() as client:
             whole = client.completions.create(**ASKED).choices[0].text
@@ -74,7 +74,7 @@ def ranks_of(pid):
 
 
 def test_a_server_ends_with_one_of_its_ranks(folder):
-    """Also while no request runs, and with the reason."""
+    """The server ends when a rank ends, also while no request runs, and prints the reason."""
     with command(folder, "--port", 0, "--tensor-parallel", 2, "--device", "cpu") as server:
         with server.client() as client:
             assert client.completions.create(**ASKED).choices[0].text
@@ -129,7 +129,7 @@ def test_without_the_extra(folder, monkeypatch):
 
 
 def test_chat_with_a_server_and_with_a_model(folder):
-    """The same greedy answers, turn by turn; after a refusal the conversation continues."""
+    """The greedy answers of a server and of a model are the same in every turn. After a refusal the conversation continues."""
     asked = ["Hello", "And?", "/new", "Hello", "x" * 300, "/exit", "never"]
     with running(key="sesame") as server:
         first, _, _ = greedy(server, server.pipe.tokenizer("user: Hello\nassistant: ", add_special_tokens=False).input_ids, 20)
@@ -149,7 +149,7 @@ def test_chat_with_a_server_and_with_a_model(folder):
 
 
 def test_an_abandoned_answer():
-    """An answer that is not read to its end is not computed to its end."""
+    """If a client stops reading an answer, the rest of it is not computed."""
     with running() as server:
         answer = RemoteChat(server.url).answer([{"role": "user", "content": "Hello"}], 0, 150)
         assert next(answer)
@@ -164,7 +164,7 @@ def test_an_abandoned_answer():
 
 
 def test_errors_of_a_local_model(monkeypatch):
-    """They have the words of a server's errors."""
+    """Errors of a local model have the same words as a server's errors."""
     pipe = tiny_pipeline()
     local = LocalChat(pipe, NAME)
     with pytest.raises(ValueError, match="the model's chat template does not take them .no tools here."):
@@ -187,7 +187,7 @@ def test_line_ends_of_events(monkeypatch):
 
 
 def test_the_page_is_self_contained():
-    """It loads nothing, and its policy allows only its own script and style."""
+    """The page loads nothing from elsewhere. Its policy allows only its own script and style."""
     from lowbit.serve.page import page
 
     content, headers = page()

@@ -26,7 +26,7 @@ HOSTILE = (
 
 
 def alive(group):
-    """Processes of a group, without those that have ended and are not reaped."""
+    """Returns the processes of a group, without those that have ended but were not reaped."""
     stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
     return [stat for stat in stats if int(stat[2]) == group and stat[0] != "Z"]
 
@@ -43,7 +43,8 @@ def chat(client, said, **more):
 
 
 def test_a_template_that_loops_costs_one_request():
-    """Its worker is ended and replaced each time; other requests are answered meanwhile."""
+    """A template that loops costs one request. Its worker process is ended and replaced each time; other requests are answered
+    meanwhile."""
     with hostile(prompt_seconds=0.5) as server, server.client() as client:
         for _ in range(WORKERS + 1):
             begin = time.monotonic()
@@ -76,7 +77,7 @@ def test_a_template_that_allocates_without_end_costs_one_request(said):
 
 
 def test_the_end_of_the_grace_time_ends_a_template_that_loops():
-    """After SIGTERM: the client gets an error, and no process is left."""
+    """SIGTERM arrives while a template loops. At the end of the grace time its client gets an error, and no process is left."""
     found = []
     with hostile(prompt_seconds=60, grace_seconds=0.3) as server:
         process = server.service.prompts._workers._process
@@ -95,7 +96,7 @@ def test_the_end_of_the_grace_time_ends_a_template_that_loops():
 
 @pytest.mark.parametrize("part", ["process", "worker"])
 def test_a_process_that_ended_is_replaced(part):
-    """For example, one that the kernel has ended for lack of memory."""
+    """A process may end at any time, for example if the kernel kills it for lack of memory."""
     with running() as server, server.client() as client:
         workers = server.service.prompts._workers
         if part == "process":
@@ -111,7 +112,7 @@ def test_a_process_that_ended_is_replaced(part):
 
 
 def test_the_process_is_small():
-    """It has loaded the tokenizer, but not torch."""
+    """The process that runs templates has loaded the tokenizer, but not torch."""
     with running() as server, server.client() as client:
         assert chat(client, "hello").status_code == 200
         pid = server.service.prompts._workers._process.pid
@@ -132,7 +133,7 @@ class Raises:
 
 @pytest.mark.parametrize("error", [AssertionError("no\nroles"), OSError("no roles"), TypeError("no roles")], ids=repr)
 def test_any_error_of_a_template_is_a_refusal(error):
-    """A template is a program of the model's author."""
+    """A template is a program by the model's author, so any error that it raises refuses the request."""
     with pytest.raises(ValueError, match=r"the model's chat template does not take them \(no roles\)"):
         rendered(Raises(error), [{"role": "user", "content": "Hi"}], None)
 

@@ -41,7 +41,7 @@ def chat_text(server, messages, **options):
 
 
 def test_a_text(client, server):
-    """A text, messages and instructions give the answer of a chat."""
+    """A text, messages and instructions give the answer that a chat gives."""
     for given, messages in (
         ({"input": "ab"}, [{"role": "user", "content": "ab"}]),
         (
@@ -79,7 +79,7 @@ def test_a_stream(client):
     assert events[-1].response.usage == whole.usage
     form = {"type": "json_schema", "name": "x", "schema": {"type": "boolean"}}
     short = {**ASKED, "max_output_tokens": 60, "text": {"format": form}}
-    with client.responses.stream(**short) as stream:  # the client's own reader, which only knows complete responses
+    with client.responses.stream(**short) as stream:  # the client's own reader knows only complete responses
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
         assert stream.get_final_response().output_text == "".join(texts) == client.responses.create(**short).output_text
 
@@ -95,7 +95,7 @@ def test_a_schema(client):
 
 
 def test_a_loop_of_function_calls(client):
-    """The output goes back as input, as the official client's examples do it."""
+    """The output of a function goes back as input, as in the official client's examples."""
     tool = {
         "type": "function", "name": "f", "strict": True,
         "parameters": {
@@ -113,12 +113,12 @@ def test_a_loop_of_function_calls(client):
     events = list(client.responses.create(input=given[:1], tool_choice=named, stream=True, **asked))
     arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
     assert json.loads(arguments)["a"] in (1, 2) and events[-1].response.output[-1].arguments == arguments
-    with pytest.raises(openai.BadRequestError, match="no tools here"):  # this template knows no answers of tools
+    with pytest.raises(openai.BadRequestError, match="no tools here"):  # the chat template has no place for results of tools
         client.responses.create(input=given, **asked)
 
 
 def test_items_become_messages():
-    """Calls join the assistant's message beside them, reasoning the one after it."""
+    """Calls become part of the adjacent assistant message, reasoning part of the message after it."""
     given = [
         {"role": "user", "content": "q"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -144,7 +144,7 @@ def test_items_become_messages():
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_items_of_an_answer(size):
-    """Reasoning, text and calls are items in their order, however the text arrives; events give the same items."""
+    """Reasoning, text and calls are items in their order, however the text is split into parts. Events give the same items."""
     text = '<think>\nhmm</think>\nLet me.\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     text += '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     form = AnswerFormat(ToolFormat.HERMES, True)

@@ -62,7 +62,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("form", "right"), FORMS, ids=range(len(FORMS)))
 def test_answers_have_the_form(client, form, right):
-    """Both endpoints, several answers a request, whole and streamed: a seed gives the same text."""
+    """Both endpoints give several answers a request, whole and streamed. A seed gives the same text each time."""
     ended, before = 0, ([""], [None])
     settings = dict(model=NAME, n=3, max_tokens=150, seed=5, temperature=1.0)
     extra = form.get("extra_body", form)  # the client's method for completions does not know response_format
@@ -87,7 +87,7 @@ def test_answers_have_the_form(client, form, right):
 
 
 def test_many_at_once(structured):
-    """Requests with and without a form in the same steps: each is the same as alone."""
+    """Requests with and without a form run in the same steps. Each answer is the same as alone."""
     forms = [form for form, _ in FORMS] + [{}] * 4
 
     async def ask(client, i):
@@ -148,12 +148,14 @@ def test_wrong_forms_are_refused_with_the_reason(structured, form, why):
 
 
 def test_a_form_that_becomes_too_costly_fails_alone(structured):
-    """So does one whose text the model has no tokens for. The request gets an error, the server goes on and is healthy."""
+    """A form may become too costly, or need text for which the model has no tokens. Its request gets an error; the server
+    continues and stays healthy."""
     asked = {"model": NAME, "messages": MESSAGES, "max_tokens": 100, "temperature": 0}
     with structured.client() as client:
         bias = {str(json_tokenizer()("a", add_special_tokens=False).input_ids[-1]): 100}
         costly = {"guided_regex": "((a{1,100}){1,100}){1,100}", "logit_bias": bias}
-        for form in [costly, *[{"guided_regex": "a[\x01\x02]"}] * 6]:  # more than the failures that make a server unhealthy
+        # more failures than the number that makes a server unhealthy
+        for form in [costly, *[{"guided_regex": "a[\x01\x02]"}] * 6]:
             answer = client.post("/v1/chat/completions", json={**asked, **form})
             assert answer.status_code == 400 and answer.json()["error"]["code"] == "grammar_failed"
             assert ("too many" if "logit_bias" in form else "no token of the model continues") in answer.json()["error"][
@@ -175,7 +177,7 @@ def test_a_grammar_is_compiled_once(structured, client):
 
 
 def test_a_tokenizer_that_grammars_cannot_read(tiny):
-    """The server starts; requests for structured output are refused with the reason."""
+    """The server starts with such a tokenizer. Requests for structured output are refused with the reason."""
     with tiny.client() as client:
         asked = {"model": NAME, "messages": MESSAGES, "max_tokens": 2, "response_format": {"type": "json_object"}}
         error = client.post("/v1/chat/completions", json=asked).json()["error"]
@@ -184,7 +186,7 @@ def test_a_tokenizer_that_grammars_cannot_read(tiny):
 
 
 def test_generated_requests(structured):
-    """Hostile schemas, patterns and grammars reach llguidance; no request causes a status of 500 or a leak."""
+    """Hostile schemas, patterns and grammars reach llguidance. No request causes a status of 500 or a leak."""
     seen = attack(structured, 200)
     assert seen[200] > 5 and seen[400] > 50, seen
     with structured.client() as client:

@@ -34,7 +34,7 @@ def expected(server, text, pooling):
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_by_the_official_client(client, free, pooling):
-    """The client asks for base64 by itself; floats are the same numbers; tokens are a text as well."""
+    """The client asks for base64 by default. Floats are the same numbers, and a text may be given as tokens."""
     texts = ["abc", "a longer text, 123", "x"]
     said = client.embeddings.create(model=NAME, input=texts, extra_body={"pooling": pooling})
     assert [each.index for each in said.data] == [0, 1, 2] and said.usage.prompt_tokens == sum(map(len, texts))
@@ -52,7 +52,7 @@ def test_embeddings_by_the_official_client(client, free, pooling):
 
 
 def test_embeddings_while_answers_are_generated(client, free):
-    """They are computed between steps: the answer is the same as alone."""
+    """Embeddings are computed between the steps of an answer, which is the same as alone."""
     asked = dict(model=NAME, prompt="ab", max_tokens=60, temperature=0, extra_body={"ignore_eos": True})
     alone = client.completions.create(**asked).choices[0].text
     text, count = "", 0
@@ -65,7 +65,7 @@ def test_embeddings_while_answers_are_generated(client, free):
 
 
 def test_an_embedding_that_fails(client, free, monkeypatch):
-    """The request fails alone."""
+    """If an embedding fails, only its request fails."""
 
     def fail(tokens, pooling):
         raise RuntimeError("no memory")
@@ -100,7 +100,7 @@ def test_tokens_of_a_text_and_back(free):
 
 
 def test_special_tokens_in_front(free, monkeypatch):
-    """The flag reaches the tokenizer, which adds BOS where it does so."""
+    """The flag for special tokens reaches the tokenizer. It is on by default."""
     asked = []
     encoded = free.service.prompts._encoded
     monkeypatch.setattr(

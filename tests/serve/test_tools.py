@@ -20,7 +20,7 @@ HERMES, LLAMA, MISTRAL, ARGS, HARMONY = ToolFormat
 ANALYSIS = "<|channel|>analysis<|message|>"
 NEXT = "<|end|><|start|>assistant"
 COMMENTARY = "<|channel|>commentary"
-CASES = [  # format, reasoning between tags, answer, its content, its reasoning, its calls
+CASES = [  # format, whether reasoning is between tags, answer, and its content, reasoning and calls
     (HERMES, False, "hello <b> ", "hello <b> ", "", []),
     (
         HERMES, False,
@@ -74,7 +74,7 @@ CASES = [  # format, reasoning between tags, answer, its content, its reasoning,
 
 
 def read(form, thinks, parts, functions=FUNCTIONS, opened=False):
-    """Content, reasoning and calls of an answer in parts."""
+    """Returns content, reasoning and calls of an answer that arrives in parts."""
     parser = AnswerParser(AnswerFormat(form, thinks), functions, opened)
     pieces = [piece for part in parts for piece in parser.feed(part)] + parser.feed("", last=True)
     assert all(piece.content or piece.reasoning or piece.arguments or piece.name for piece in pieces), "no piece is empty"
@@ -88,7 +88,7 @@ def read(form, thinks, parts, functions=FUNCTIONS, opened=False):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[2][:50])
 def test_what_an_answer_consists_of(case):
-    """Whole, and in parts of any size: the same."""
+    """An answer is read the same whole and in parts of any size."""
     form, thinks, text, *expected = case
     for size in (len(text), 1, 2, 3, 7):
         parts = [text[at : at + size] for at in range(0, len(text), size)]
@@ -106,7 +106,8 @@ def test_calls_are_read_if_functions_are_offered():
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_text_in_any_parts(data):
-    """Markers and braces in any order: no error, parts do not change the result, and text without markers is kept."""
+    """Texts have markers and braces in any order. Reading raises no error, does not depend on the parts, and keeps text without
+    markers."""
     form = data.draw(st.sampled_from((*ToolFormat, None)))
     words = [
         *(form.markers if form else ()),
@@ -130,7 +131,7 @@ def test_any_text_in_any_parts(data):
         assert whole[0] == text
 
 
-QWEN = (  # what a template of each format says of it, in words of this test
+QWEN = (  # how a chat template describes tool calls, in the words of these tests; the other formats replace its markers
     "{% if tools %}Tools:{% for tool in tools %}[{{ tool.function.name }}]{% endfor %} answer as "
     '<tool_call>{\\"name\\": <name>, \\"arguments\\": <object>}</tool_call>{% endif %}'
     "{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}"
@@ -140,7 +141,7 @@ QWEN = (  # what a template of each format says of it, in words of this test
 
 
 def template_like(opening, closing, key="arguments", start="assistant: "):
-    """The template with other markers."""
+    """Returns the template with other markers."""
     text = QWEN.replace("<tool_call>", opening).replace("</tool_call>", closing).replace("assistant: ", start)
     return text.replace('arguments\\"', f'{key}\\"').replace('"arguments"', f'"{key}"')
 
@@ -162,7 +163,7 @@ def test_formats_are_recognised(form):
 
 
 def tokenizer_of(form, thinks=False):
-    """A tokenizer whose template has a format, with its markers as tokens: Hermes' are no special tokens."""
+    """Returns a tokenizer whose template has a format of calls. The markers are special tokens, except for those of Hermes."""
     tokenizer = json_tokenizer()
     if form is not HERMES:
         tokenizer.add_special_tokens({"additional_special_tokens": list(form.markers)})
@@ -186,7 +187,7 @@ MESSAGES = [{"role": "user", "content": "?"}]
 
 @pytest.fixture(scope="module", params=ToolFormat, ids=lambda form: form.value)
 def formed(request):
-    """A server of each format: of Hermes' with reasoning."""
+    """A server for each format. The one for Hermes' format has reasoning too."""
     pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
     tokenizer = tokenizer_of(request.param, thinks=request.param is HERMES)
     model = eager_llama()
@@ -216,12 +217,12 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_calls_that_are_asked_for(formed, client, choice):
-    """A random model calls the functions as their schemas say; streamed deltas join to the same call."""
+    """A random model calls the functions as their schemas require. The streamed deltas join to the same call."""
     form, ended = formed[1], 0
     asked = dict(model=NAME, messages=MESSAGES, tools=TOOLS, tool_choice=choice, max_tokens=150, n=2)
     vocabulary = formed[0].pipe.tokenizer.get_vocab()
     ends = [vocabulary[token] for token in ("</think>", "</tool_call>", "</s>", "<|end|>", "]") if token in vocabulary]
-    asked["logit_bias"] = {str(token): 30 for token in ends}  # so that reasoning and calls end within the limit
+    asked["logit_bias"] = {str(token): 30 for token in ends}  # ends reasoning and calls within the limit
     for seed in range(2):
         whole = client.chat.completions.create(seed=seed, **asked)
         joined = [{"content": "", "reasoning": "", "calls": {}, "end": None} for _ in range(2)]
@@ -254,7 +255,7 @@ def test_calls_that_are_asked_for(formed, client, choice):
 
 
 def test_the_clients_tool_loop(formed, client):
-    """The model calls a function, gets its result, and answers; the messages go back as the client has them."""
+    """The model calls a function, gets its result, and answers. Messages go back in the form that the client gives them."""
     messages = list(MESSAGES)
     for seed in range(30):
         said = client.chat.completions.create(
@@ -280,7 +281,7 @@ def test_the_clients_tool_loop(formed, client):
 
 
 def test_strict_functions_and_single_calls(formed, client):
-    """With tool_choice auto, where a token begins a call: text is free, calls follow their schemas."""
+    """With tool_choice "auto", a certain token begins a call. Text is free, and calls follow their schemas."""
     form, vocabulary = formed[1], formed[0].pipe.tokenizer.get_vocab()
     strict = [{"type": "function", "function": {**WEATHER, "strict": True}}]
     asked = dict(model=NAME, messages=MESSAGES, tools=strict, max_tokens=150)
@@ -301,10 +302,10 @@ def test_strict_functions_and_single_calls(formed, client):
 
 
 def test_structured_output_after_reasoning(formed, client):
-    """The form is that of the content: reasoning before it, and harmony's channels, are free."""
+    """The form applies to the content only. Reasoning before it, and harmony's channels, are free."""
     form, vocabulary = formed[1], formed[0].pipe.tokenizer.get_vocab()
     bias = {str(vocabulary[token]): 25 for token in ("<think>", "</think>", "<|end|>") if token in vocabulary}
-    bias[str(vocabulary["a"])] = 25  # of reasoning, and of the channel `analysis`
+    bias[str(vocabulary["a"])] = 25  # a token of the reasoning and of the name of the channel `analysis`
     seen, ended = set(), 0
     for seed in range(5):
         for content in ("?", "think"):  # the template opens the reasoning in the prompt after "think"
@@ -329,7 +330,7 @@ def test_what_the_server_says_at_start(formed):
 
 
 def test_unknown_formats(tiny):
-    """Calls are returned as text, as before; what cannot be enforced is refused."""
+    """Without a known format, calls are returned as text. A request that needs enforced calls is refused."""
     with tiny.client() as client:
         asked = {"model": NAME, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 2}
         assert client.post("/v1/chat/completions", json=asked).status_code == 200

@@ -12,14 +12,16 @@ from study.curves import TABLE, curves
 from study.page import frontier, merged, write_pages
 from study.plot import plot_choice
 from study.results import STUDY, load
+from study.sizes import RESULTS, by_size
 from tests.study.test_page import document, row
 
 ROOT = Path(__file__).parent.parent.parent
+SHORT = by_size(ROOT / RESULTS)
 DOCUMENTS = [load(path) for path in sorted((ROOT / "benchmarks" / "results" / "study").glob("*.json"))]
 
 
 def test_the_table_is_the_studys():
-    assert json.loads((ROOT / TABLE).read_text()) == json.loads(json.dumps(curves(DOCUMENTS)))
+    assert json.loads((ROOT / TABLE).read_text()) == json.loads(json.dumps(curves(DOCUMENTS, SHORT)))
 
 
 def test_the_page_is_the_studys(tmp_path):
@@ -47,6 +49,18 @@ def test_the_table_has_a_row_for_each_case_calibrated_by_default():
     assert (model["model"], model["linear"], model["other"], model["group"], model["tokens"]) == ("m", 100, 10, 64, 16)
     found = [(r["scheme"], r["method"], r["kl"]) for r in model["rows"]]
     assert found == [("w4a16_g64", "rtn", 0.5), ("w4a16_g64", "gptq", 0.2), ("w8a16", "rtn", 0.01)]
+
+
+def test_short_files_add_cases_and_no_models():
+    whole, short, other = (document(row("w8a16", "rtn", both(kl), bits=8.0)) for kl in (0.1, 0.2, 0.3))
+    short["rows"].append(row("w8a8", "rtn", both(0.4), bits=8.0))
+    # A text that is only calibrated on is listed, and has no figures.
+    short["request"]["tasks"] = [*short["request"]["tasks"], {"task": "unmeasured", "kind": "text", "sha256": "1" * 64}]
+    for made, name in ((whole, "m"), (short, "m"), (other, "n")):
+        made["request"] |= {"model": name, "settings": {"windows": 2, "window": 8}}
+        made["weights"] = {"linear": 100, "other": 10}
+    (model,) = curves([whole], [short, other])["models"]
+    assert [(r["scheme"], r["kl"]) for r in model["rows"]] == [("w8a16", 0.1), ("w8a8", 0.4)]
 
 
 def test_documents_of_one_model_and_other_texts_stay_apart():

@@ -58,7 +58,9 @@ def test_halves_do_not_overlap():
         halves("one paragraph only")
 
 
-def test_a_row_is_what_the_parts_measure(model, data, tmp_path):
+@pytest.mark.parametrize("recorded_bytes", [study_run.RECORDED_BYTES, 0], ids=["recorded", "two models"])
+def test_a_row_is_what_the_parts_measure(recorded_bytes, model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(study_run, "RECORDED_BYTES", recorded_bytes)
     run(model, data, tmp_path / "r.json", SMALL, only="w4a16_g16 gptq topics seed 0")
     rows = {row["key"]: row for row in load(tmp_path / "r.json")["rows"]}
     assert list(rows) == ["16 bits", "w4a16_g16 gptq topics seed 0"]
@@ -106,7 +108,9 @@ def test_a_row_of_8_bit_activations_is_what_the_quantized_layers_compute(case, o
         assert figure_of(rows[each.key], "opticks", "KL mean")[0] == pytest.approx(expected, rel=0.02)
 
 
-def test_a_rotated_row_has_a_head_of_its_own_and_the_next_one_not(model, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("recorded_bytes", [study_run.RECORDED_BYTES, 0], ids=["recorded", "two models"])
+def test_a_rotated_row_has_a_head_of_its_own_and_the_next_one_not(recorded_bytes, model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(study_run, "RECORDED_BYTES", recorded_bytes)
     monkeypatch.setattr(study_run, "cases", lambda *_: [Case("w4a16_pc", Rtn(), rotation=0), Case("w8a16_g16", Rtn())])
     run(model, data, tmp_path / "r.json", SMALL)
     rows = {row["key"]: row for row in load(tmp_path / "r.json")["rows"]}

@@ -148,9 +148,8 @@ def test_two_ranks(tmp_path, tied):
 
 @pytest.mark.parametrize(("scheme", "mode"), [("w4a16_g32", 3), ("w8a8", 2), ("w6e3m2a16", 3)])
 def test_compiled_pieces_are_not_compiled_again(tmp_path, scheme, mode):
-    """vLLM traces the model once for all batches, as a whole (mode 2) or split at attention as on GPUs (mode 3). The engine of
-    `served` fails if anything is compiled later.
-    """
+    """vLLM traces the model once for all batches: as a whole in mode 2, split at attention as on GPUs in mode 3. The engine of
+    `served` fails if anything is compiled later."""
     folder = packed(tmp_path / "model", dict.fromkeys(MIXED, scheme), tied=True, embedding="w8a16")
     assert served(folder, enforce_eager=False, compilation_config={"mode": mode}) == ours(folder)
 
@@ -305,7 +304,7 @@ ON_TWO_RANKS = dict(tensor_parallel_size=2)
     ],
 )
 def test_quantized_experts(made, scheme, options, tmp_path):
-    """On two ranks, groups of 64 of the 64 channels between the products become groups of 32."""
+    """On two ranks, a group of 64 channels between the two products is split into two groups of 32."""
     folder = quantized(made, tmp_path, scheme)
     assert served(folder, **options) == ours(folder)
 
@@ -316,7 +315,8 @@ def test_quantized_experts_in_a_compiled_model(tmp_path):
 
 
 def test_a_mixtral_that_transformers_saved(tmp_path):
-    """Its router too has the name of Transformers' model, mlp.gate instead of block_sparse_moe.gate."""
+    """In files that Transformers saved, the router too has the name of Transformers' model: mlp.gate, not
+    block_sparse_moe.gate."""
     folder = quantized(mixtral, tmp_path, "w4a16_g32")
     saved(load_causal(folder, device="cpu", dtype=torch.float32), tmp_path / "saved")
     assert served(tmp_path / "saved") == ours(folder)

@@ -1,4 +1,4 @@
-"""What the plug-in makes of the experts of a layer, for every rank of tensor and of expert parallelism; no test needs vLLM."""
+"""Tests the experts of a layer in the plug-in, for every rank of tensor and of expert parallelism. None of this needs vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def weights(seed=0):
 
 
 def quantized(scheme, down=None, *, rotated=0, order=False):
-    """The matrices of all experts; the channels of down rotated in blocks, or in another order."""
+    """Returns the quantized matrices of all experts. The input channels of down may be rotated in blocks, or have another
+    order."""
     w, made = weights(), {}
     for role, name in (("gate_up", scheme), ("down", down or scheme)):
         block = rotated if role == "down" else 0
@@ -66,7 +67,7 @@ def own(made):
 
 
 def computed(loading, come, x, experts, factors, expert_map=None):
-    """y of a layer that vLLM's loaders gave these (suffix, tensor, shard, expert), in any order."""
+    """Returns y of a layer whose loaders get these (suffix, tensor, shard, expert), in random order."""
     layer = nn.Module()
     register_expert_parameters(layer, loading)
     come = list(come)
@@ -81,7 +82,7 @@ def computed(loading, come, x, experts, factors, expert_map=None):
 
 
 def stacked_tensors(made):
-    """As `StreamNames` passes them on."""
+    """Yields the stacked tensors in the form in which `StreamNames` passes them on."""
     for role, shard in (("gate_up", "w1"), ("down", "w2")):
         for suffix, tensor in layer_tensors(made[role]).items():
             yield suffix, tensor[(None,) * (4 - tensor.dim())], shard, 0
@@ -95,7 +96,7 @@ def routed(tokens=7, seed=3):
 
 
 def expected(dense, x, experts, factors):
-    """The sum over a token's experts in float64, of dequantized matrices."""
+    """Returns the sum over each token's experts, in float64, of products with dequantized matrices."""
     y = torch.zeros(len(x), H, dtype=torch.float64)
     for token in range(len(x)):
         for e, factor in zip(experts[token].tolist(), factors[token].double(), strict=True):
@@ -118,7 +119,7 @@ SCHEMES = ["w4a16_g32", "w4a16_g128", "w3a16_g32_z", "w6e3m2a16", "w8a16_t", "w4
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_parts_of_all_ranks_add_up(scheme, ranks):
-    """Groups of 128 of the 32 channels of a rank become groups of 32."""
+    """Each rank has 32 channels, so that groups of 128 become groups of 32."""
     made, (x, experts, factors) = quantized(scheme), routed()
     y = torch.zeros(len(x), H)
     for rank in range(ranks):
@@ -167,7 +168,7 @@ def test_rotated_channels_between_the_products(ranks):
     "placed", [((0, 1, 2), (3, 4, 5)), ((0, 2, 4), (1, 3, 5)), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2, 3), (4, 5))]
 )
 def test_each_rank_has_its_experts(placed):
-    """Linear placement, in turns, and unequal numbers; -1 is a slot of no expert."""
+    """Experts are placed linearly, in turns, or in unequal numbers. A slot with expert -1 adds nothing."""
     made, (x, experts, factors) = quantized("w4a16_g32"), routed()
     experts[2, 1], factors[2, 1] = -1, 5.0
     y = torch.zeros(len(x), H)
@@ -181,7 +182,7 @@ def test_each_rank_has_its_experts(placed):
 
 
 def single_tensors(of_expert):
-    """of_expert: shard and number -> tensors by suffix."""
+    """Yields the tensors of single experts. `of_expert` returns tensors by suffix, for a shard and the number of an expert."""
     for shard in SHARDS:
         for e in range(E):
             for suffix, tensor in of_expert(shard, e).items():
@@ -297,7 +298,7 @@ def test_single_experts_that_do_not_fit_are_named():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_experts_of_nothing_but_their_shape(ranks):
-    """vLLM's load format "dummy"."""
+    """With vLLM's load format "dummy", experts get random weights of the right shape."""
     x, experts, factors = routed()
     for source in (own(quantized("w4a16_g32")), RoundedExperts(NAME, parse_scheme("w6e3m2a16"))):
         made = source.loader(spec(ranks - 1, ranks), torch.float32, DEVICE).finish(random=True)
@@ -349,7 +350,7 @@ def test_16_bit_experts_stay_where_that_is_said():
 
 
 def test_names_under_which_vllms_models_load_stacked_experts():
-    """Four dimensions, since vLLM takes three for a tensor that it has to split."""
+    """Tensors have four dimensions, since vLLM would split a tensor of three dimensions."""
     source = source_of(manifest("model.layers.0.mlp.experts"))
     names = StreamNames([(source.experts("model.layers.0.block_sparse_moe.experts"), ("w1", "w2"))])
     packed, order = torch.zeros(E, 4, 3), torch.zeros(7)

@@ -161,14 +161,14 @@ def test_experts_on_two_gpus_have_the_perplexity_of_one(mixture, tmp_path, apart
 
 @two_gpus
 def test_a_part_without_a_kernel_is_refused_by_name(divided, tmp_path):
-    """Halves of 2,944 channels have groups of 64, and products with 8-bit inputs groups of 128 alone."""
+    """Each half of the 2,944 channels has groups of 64. Products with 8-bit inputs have kernels for groups of 128 only."""
     quantize_checkpoint(divided, tmp_path / "own", "w4a8_g128")
     with pytest.raises(AssertionError, match="down_proj: no kernel for w4a8_g64"):
         answers(tmp_path / "own", [[1, 2]], tensor_parallel_size=2)
 
 
 def beside_one(own, scheme, **options):
-    """Log-probabilities of prompts on two GPUs and on one, by engines that run at the same time."""
+    """Returns log-probabilities of prompts on two GPUs and on one, from engines that run at the same time."""
     prompts = random_prompts()
     running = [started(own, prompts, 1, tensor_parallel_size=ranks, **(options if ranks > 1 else {})) for ranks in (2, 1)]
     try:
@@ -178,7 +178,7 @@ def beside_one(own, scheme, **options):
             end(process)
     off = torch.tensor(two).double() - torch.tensor(one)
     print(f"{scheme}: {len(two)} tokens, nats per token differ by {off.mean():.1e}, each by {off.square().mean().sqrt():.1e}")
-    # 8-bit inputs have a scale for each part of a row, so that other codes are rounded.
+    # With 8-bit inputs, each part of a row has its own scale, so that codes are rounded differently.
     assert abs(off.mean()) < (5e-3 if "a16" in scheme else 3e-2)
 
 
@@ -201,8 +201,8 @@ def compare(own, scheme):
         count += len(known)
         step = logits[len(prompt) - 1 : -1]
         behind = step.max(-1).values - step.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        # Rounding to 16 bits moves logits, and more so if it flips codes of 8-bit activations. So another token may have the
-        # largest logit, by about that much; a random token is about 6 behind.
+        # Rounding to 16 bits moves logits, and moves them more if it flips codes of 8-bit activations. So another token may
+        # have the largest logit, by about that much. The logit of a random token is about 6 smaller.
         moved = (logits - rounded).abs()
         said = f"{len(prompt)} tokens: {behind.tolist()}, rounding moves logits by {moved.mean():.3f}, up to {moved.max():.3f}"
         assert behind.max() < 2 * moved.max() < 5 and behind.mean() < moved.mean(), said

@@ -60,7 +60,7 @@ def test_neighbours_that_fit_together_are_one_product(schemes, products):
 
 @pytest.mark.parametrize("schemes", [("w4a16_g64",), ("w4a16_g64", "w8a16"), ("w8a8",), ("w6e3m2a16", "")])
 def test_traced_once_for_all_batches(schemes):
-    """On a CPU, few and many tokens take different paths through torch's GEMMs; one trace must contain both."""
+    """On a CPU, few and many tokens take different paths through torch's GEMMs. One trace must contain both paths."""
     product, _ = layer(schemes, dtype=torch.bfloat16)
     product.prepare("layer", torch.bfloat16)
     count = [0]

@@ -1,9 +1,9 @@
 """Choice of tile for paged attention in a decode step: candidates, reasons against them, cost model.
 
-Pure functions of a shape and a machine, without Triton. Contexts change from step to step, the grid of a captured graph does
-not. So a tile is chosen for a mix of cases. In most of them all rows have the same context: one of COMMON, or one of PARTS
-times the longest. In the last one all rows have half the longest context except one, which has the longest; its last programs
-run alone.
+Pure functions of a shape and a machine, without Triton. Contexts change from step to step, but the grid of a captured graph
+does not. So a tile is chosen for a mix of cases. In most of them all rows have the same context: one of COMMON, or one of PARTS
+times the longest. In the last case one row has the longest context and all others about half of it (PARTS[1]), so the programs
+of the long row run on alone.
 """
 
 from __future__ import annotations
@@ -237,17 +237,18 @@ TURN_US = {1: 0.87, 2: 1.5, 4: 1.79}
 """Time of a main-loop iteration by number of warps, for a program alone on an SM: it loads and multiplies one block of keys and
 values."""
 CROWDED = 0.41
-"""On a full SM, an iteration takes longer by this fraction."""
+"""Fraction by which an iteration takes longer where all SMs are full; with fewer programs the fraction is proportional."""
 READ_SHARE = {1: 1.0, 2: 1.0, 4: 1.1}
 """Time relative to a plain read of memory, by number of warps; four warps lose time to their synchronisation."""
 WAVE_US = 3.5
 """Additional time of each wave of programs after the first."""
 MEET_US = (0.8, 0.76)
-"""Reduction of a row's splits: the counter, and one iteration of `combine`."""
-# Fitted to 167 timings, H200, 2026-11-22, 32 heads over 8 kv heads of 128, random pages, batch 1 to 64, contexts 256 to 32768
-# (`python -m benchmarks.tuning.attention --tiles 9`): error 8.5 % (root mean square); the choice for one batch and
-# context was 3.4 % slower than the best tile in the mean. Two warps fitted best with 1.55 us; 1.5 keeps at batch 4 the tile
-# with which the whole step was faster (1780 us against 1847). `combine` reads more splits per iteration since then.
+"""Reduction of a row's splits: time of the counter, and of one iteration of `combine`."""
+# The constants are fitted to 167 timings, H200, 2026-11-22, 32 heads over 8 kv heads of 128, random pages, batch 1 to 64,
+# contexts 256 to 32768 (`python -m benchmarks.tuning.attention --tiles 9`). The error is 8.5 % (root mean square). The tile
+# chosen for one batch and context was 3.4 % slower than the best tile in the mean. For two warps 1.55 us fitted best; 1.5 is
+# used because it chooses, at batch 4, the tile with which the whole step was faster (1780 us against 1847). In these timings
+# `combine` read fewer splits per iteration than it does now.
 
 
 def registers(tile: DecodeTile, shape: AttentionShape) -> int:
@@ -262,8 +263,8 @@ def resident(tile: DecodeTile, shape: AttentionShape) -> int:
 
 
 def combine_round(warps: int, shape: AttentionShape) -> int:
-    """Number of splits that the last program reads at a time, a power of two. They take 128 registers per thread, or 64 where
-    more than 8 query heads share a kv head, whose other values take more registers."""
+    """Number of splits that the last program reads at a time, a power of two. They take 128 registers per thread. Where more
+    than 8 query heads share a kv head they take 64, since the program's other values need more registers."""
     group = 1 << (shape.group - 1).bit_length()
     return max(1, min(16, (4096 if group <= 8 else 2048) * warps // (group * shape.lanes)))
 

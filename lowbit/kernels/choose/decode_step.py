@@ -595,25 +595,33 @@ def wait_of(status: int) -> tuple[int, str]:
 @dataclass(frozen=True)
 class Faster:
     """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps
-    of `tokens` tokens, for layers of `least_bytes` to `most_bytes` of weights that a step reads, in contexts of up to `context`
-    tokens. `experts`: of MLPs that are experts, else of dense ones."""
+    of `tokens` tokens, for layers whose weights have `bits` bits, of which a step reads `least_bytes` to `most_bytes`, in
+    contexts of up to `context` tokens. `experts`: of MLPs that are experts, else of dense ones."""
 
     gpu: str
     tokens: int
+    bits: int
     least_bytes: int
     most_bytes: int
     context: int
     experts: bool = False
 
 
-FASTER: tuple[Faster, ...] = ()
-"""All such measurements of the present kernel: none. That of 2026-11-28 was faster on an H200 for Llama-3-8B's shape, int4 at 1
-token (us of one launch / of launches: 1,388 / 1,513) and 2 (1,534 / 1,579) and in 8 bits at 1 (8 layers: 615 / 646), but had a
-fault, and was changed since. Where there is none, `persistent_step=None` of an engine chooses the launches."""
+FASTER = (
+    Faster("H200", 1, 4, 100 * 10**6, 130 * 10**6, 8192),
+    Faster("H200", 2, 4, 100 * 10**6, 130 * 10**6, 1024),
+    Faster("H200", 1, 8, 200 * 10**6, 240 * 10**6, 1024),
+)
+"""All such measurements: of 2026-11-28, one H200, Llama-3-8B's shape with an 8-bit head, us of one launch / of launches:
+w4a16_g128 at 1 token 1,341 / 1,504 (8 layers at 8,192 tokens 503 / 551), at 2 tokens 1,500 / 1,569; w8a16 at 1 token, 8 layers,
+600 / 645. Behind, or as fast: int4 at 4 tokens 1,701 / 1,695 and at 8 2,414 / 2,067; w6e3m2a16 574 / 553 and 16 bits
+1,176 / 1,159 (8 layers, 1 token); SmolLM2-135M in 8 bits 422 / 355. `persistent_step=None` of an engine chooses the launches
+where there is none."""
 
 
 def faster_context(shape: StepShape, machine: Machine) -> int:
     """Returns the longest context in which one launch was measured to be faster; 0 if there is none."""
-    kind = shape.tokens, shape.experts > 0
-    rows = (row for row in FASTER if machine.product.startswith(row.gpu) and (row.tokens, row.experts) == kind)
+    bits = {form.bits for product in LAYER_PRODUCTS for form in shape.forms_of(product)}
+    kind = shape.tokens, bits, shape.experts > 0
+    rows = (row for row in FASTER if machine.product.startswith(row.gpu) and (row.tokens, {row.bits}, row.experts) == kind)
     return max((row.context for row in rows if row.least_bytes <= shape.layer_bytes <= row.most_bytes), default=0)

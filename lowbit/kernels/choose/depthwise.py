@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from lowbit.formats.conv import ConvSpec, ProductSpec
 
 MOST_TAPS = 256
-"""Largest number of taps: sums of 256 products of 8-bit codes are below 2^22, and exact as float32 numbers above 2^23."""
+"""Largest number of taps. Sums of 256 products of 8-bit codes are at most 2^22, as the kernel's conversion to float32 needs."""
 MOST_PIXELS = 64
-"""Largest number of pixels that a thread loads, each of two registers."""
+"""Largest number of pixels that a thread loads. A pixel takes two registers: 8 channels of 8 bits."""
 MOST_WORDS = 48
-"""Largest number of words of 4 pixels, of 4 channels, that a thread holds; with more, registers would limit the SM to fewer
-than three blocks."""
+"""Largest number of 32-bit words of inputs that a thread holds. A word has 4 pixels of one channel, and a thread holds the
+words of 4 channels at a time. With more words, registers would limit the SM to fewer than three blocks."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,16 @@ class DepthwiseTile:
 
 
 def is_depthwise(spec: ConvSpec) -> bool:
-    """True if each output channel reads the one input channel of its number."""
+    """True if each output channel reads one input channel, the one with its own index."""
     return spec.groups == spec.channels == spec.outputs
 
 
 def depthwise_tile(spec: ProductSpec) -> DepthwiseTile:
-    """Returns the tile of a layer: as many columns as the loaded words of 4 pixels serve, and rows while words fit."""
+    """Returns the tile of a layer: up to 4 columns, as many as the loaded words (4 pixels each) cover, and up to 4 rows, as
+    many as MOST_WORDS allows."""
     words = -(-spec.kernel[1] // 4)
     columns = max(1, (4 * words - spec.kernel[1]) // spec.stride[1] + 1)
-    if spec.stride == (1, 1) and columns == 1 and spec.kernel[1] > 1:  # 4, 8: one more word serves 4 more pixels
+    if spec.stride == (1, 1) and columns == 1 and spec.kernel[1] > 1:  # widths 4 and 8: one more word covers 4 more columns
         columns, words = 5, words + 1
     rows = max(r for r in (1, 2, 4) if r == 1 or 4 * words * ((r - 1) * spec.stride[0] + spec.kernel[0]) <= MOST_WORDS)
     return DepthwiseTile(rows, min(columns, 4))

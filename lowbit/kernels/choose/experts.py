@@ -2,8 +2,8 @@
 model.
 
 Pure functions of a shape and a machine, like choose/gemm.py. The number of rows of each expert is known only on the GPU. The
-costs assume that tokens choose experts independently and uniformly, which reads the most experts. Costs of many rows have the
-constants of the dense products (docs/log/matrix-products.md, 2026-11-28).
+costs assume that tokens choose experts independently and uniformly; the number of experts that are read is then largest. Costs
+of the kernels for many rows use constants of the dense products (docs/log/matrix-products.md, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def experts_hit(tokens: int, top_k: int, experts: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def tiles_expected(tokens: int, top_k: int, experts: int, tile_rows: int) -> tuple[float, float]:
-    """Mean and approximate standard deviation of the number of tiles, if tokens choose independently and uniformly: the number
-    of rows of an expert is then binomial. The rows of all experts together are known, so what the number of tiles owes to the
-    number of rows, by linear regression, does not vary."""
+    """Mean and approximate standard deviation of the number of tiles, if tokens choose independently and uniformly. The number
+    of rows of an expert is then binomial. The total number of rows is fixed, so the part of the variance that a linear
+    regression on the number of rows explains is subtracted."""
     p = min(top_k / experts, 1.0)
     if p == 1.0 or tokens == 1:
         return (min(top_k, experts) * -(-tokens // tile_rows)) * 1.0, 0.0
@@ -88,14 +88,15 @@ def tiles_expected(tokens: int, top_k: int, experts: int, tile_rows: int) -> tup
 
 
 def tile_rows_for(tokens: int, top_k: int, experts: int, bits: int, batch_invariant: bool = False) -> int:
-    """Rows per tile in the list of tiles, for a number of tokens and codes of `bits` bits. It is 8 or 16 where few experts have
-    more rows, and for batch-invariant sums; else 64 or 128.
+    """Rows per tile in the list of tiles, for a number of tokens and codes of `bits` bits. It is 8 or 16 where experts have few
+    rows in the mean, and for batch-invariant sums; else 64 or 128.
 
-    An expert with more rows than a tile is read several times, after the first time from L2. Missing rows of a tile cost only
-    tensor-core time.
+    The weights of an expert with more rows than a tile are read several times, after the first time from L2. Missing rows of a
+    tile cost only tensor-core time.
     """
     each = tokens * top_k / max(experts_hit(tokens, top_k, experts), 1.0)
-    # Where the modelled times of four models' layers cross on an H200 (2026-11-28). Those of wider codes are not measured.
+    # Mean numbers of rows per expert up to which 8 and 16 rows per tile are used. There the modelled times of four models'
+    # layers cross on an H200 (2026-11-28). Codes of more than 4 bits were not measured.
     few, some = (6.0, 24.0) if bits <= 4 else (9.0, 10.0)
     for rows, most in ((8, few), (16, math.inf if batch_invariant else some), (64, 56.0)):
         if each <= most:
@@ -144,8 +145,9 @@ def most_slots(rows: int, bits: int, row_blocks: int) -> int:
     """Limit of slots in a warp's ring, by rows per tile, bits of a code and m16 row blocks; 0 where there are too many row
     blocks. With more slots some formats with zeros or groups of 16 take more than 255 registers (Triton 3.6 and 3.9).
 
-    With 16 rows, 6 and 8 row blocks take 255 and spill a few registers for each task, none in the main loop: of 64 tokens, the
-    products of Mixtral-8x7B still take 0.86 of the time with 4 (H200, 2026-11-28), since the copies of x are shared by more.
+    With 16 rows per tile, 6 and 8 row blocks take 255 registers and spill a few once per task, not in the main loop. They are
+    still faster, since more row blocks share the copies of x: at 64 tokens the products of Mixtral-8x7B take 0.86 of their time
+    with 4 row blocks (H200, 2026-11-28).
     """
     if rows == FEW_ROWS[0]:
         return (4 if bits == 7 else 12) if row_blocks <= 8 else 0
@@ -157,8 +159,8 @@ def most_slots(rows: int, bits: int, row_blocks: int) -> int:
 def ring_tiles(shape: ExpertShape) -> list[RingTile]:
     """Candidate tiles of kernels/sm80/expert_small_m_gemm.py: every way in which 8 warps share row blocks and K."""
     steps, tiles = shape.steps(128), []
-    # With 16 rows and 8 x 1 warps, a thread would finish 32 sums. Beside the zeros of groups of 16 its registers do not hold
-    # them.
+    # With 16 rows per tile and 8 x 1 warps, a thread would finish up to 32 sums. Its registers do not hold these together with
+    # the zeros of groups of 16.
     for warps_n, warps_k in ((1, 8), (2, 4), (4, 2), (8, 1))[: 3 if shape.tile_rows == 16 else 4]:
         for row_blocks in range(1, 9):
             for rounds in (1, 2, 4):
@@ -200,13 +202,13 @@ _SIXTEEN = (1.16, 4.64)
 """With 16 tokens, a row block takes longer by the first number plus the second number divided by the row blocks of a warp: each
 warp copies x for itself."""
 _TASK_US, _SLICE_US = 0.45, 0.004
-"""Time of a task in addition to its copies: two barriers and the stores, then for each slice of K."""
+"""Time of a task in addition to its copies: for two barriers and the stores, and additionally for each slice of K."""
 _BUSY_SMS = 7
-"""A seventh of the SMs can use the whole memory bandwidth, as far as their instructions allow."""
+"""1 / 7 of the SMs can use the whole memory bandwidth, unless their instructions take longer."""
 _IN_FLIGHT = 57344
-"""Bytes in flight per SM that are taken to saturate memory bandwidth in a model. With 32 KiB the down product of Mixtral-8x7B
-took 103 us at 16 tokens, with the tile that 56 KiB choose 61 (H200, 2026-11-28). The other constants are fitted to times with
-32 KiB here, of products alone; the modelled times of the tiles chosen differ by at most 3 %."""
+"""Bytes in flight per SM that are assumed to saturate memory bandwidth in a model's step. At 16 tokens the down product of
+Mixtral-8x7B took 103 us with the tile chosen for 32 KiB, and 61 us with the tile chosen for 56 KiB (H200, 2026-11-28). The
+other constants were fitted with 32 KiB, to times of products alone. Modelled times of the chosen tiles differ little (3 %)."""
 _TAIL = 0.126
 """Share of a task's copies that the slowest block finishes after the others."""
 _DEVIATIONS = (-2.0, -1.2, -0.4, 0.4, 1.2, 2.0)
@@ -214,12 +216,13 @@ _DEVIATIONS = (-2.0, -1.2, -0.4, 0.4, 1.2, 2.0)
 
 
 def _ring_cost(tile: RingTile, shape: ExpertShape, machine: Machine) -> float:
-    """Start, then the busiest block: about the longer of its bytes at its share of the bandwidth and of its instructions.
+    """The start, then the time of the busiest block. This is about the longer of two times: its bytes at its share of the
+    bandwidth, and its instructions.
 
-    The number of tiles varies from call to call. The cost is the mean over numbers of tiles, weighted as in a normal
-    distribution: a tile with which the mean number of tasks just fits the SMs is slow in every second call. The constants are
-    fitted to 296 times of 23 products of four models' layers, 1 to 64 tokens (256 of Qwen3-30B-A3B's; H200, 2026-11-28), with
-    8 % of error; the chosen tile was 2 % slower than the best one in the mean, 11 % at most.
+    The number of tiles varies from call to call, so the cost is a mean over numbers of tiles, weighted as in a normal
+    distribution. The mean number alone would not do: if that many tasks just fit the SMs, every second call has too many and is
+    slow. The constants are fitted to 296 times of 23 products of four models' layers, 1 to 64 tokens (Qwen3-30B-A3B: to 256;
+    H200, 2026-11-28), with 8 % of error. The chosen tile was 2 % slower than the best one in the mean, 11 % at most.
     """
     mean, deviation = tiles_expected(shape.tokens, shape.top_k, shape.experts, shape.tile_rows)
     row_bytes = 2 * shape.k * shape.bits + (shape.k // 4 if shape.bits <= 4 else 0)  # 16 rows, with scales of groups of 128
@@ -279,7 +282,8 @@ def mma_candidate(tile: MmaTile, shape: ExpertShape, machine: Machine) -> Expert
 
 
 def _mma_cost(tile: MmaTile, shape: ExpertShape, machine: Machine) -> float:
-    """Launch, then the longer of waves of tiles at their fraction of mma.sync's rate and of weights at memory bandwidth."""
+    """The launch, then the longer of two times: waves of tiles at their fraction of mma.sync's rate, or weights at memory
+    bandwidth."""
     tiles, _ = tiles_expected(shape.tokens, shape.top_k, shape.experts, tile.tokens)
     blocks = tiles * -(-shape.row_blocks // (tile.rows // 16))
     waves = math.ceil(blocks / machine.sm_count)
@@ -294,8 +298,8 @@ _WGMMA_CYCLES = {(128, 2): (691, 630), (64, 2): (522, 435)}
 """(tokens, warpgroups): cycles for 64 columns of K of a tile in the dense product (choose/large_m.py): codes of up to 4 bits,
 then of more."""
 _SM_MHZ, _WGMMA_TILE_US = 1590, 2.0
-"""Fitted to 10 times of 10 products with 5 % of error (H200, 2026-11-28, int4 in groups of 128): a clock that includes what the
-products wait for, and the time of a tile besides its main loop."""
+"""An effective clock, lower than the real one since it includes stalls, and the time of a tile besides its main loop. Fitted to
+10 times of 10 products with 5 % of error (H200, 2026-11-28, int4 in groups of 128)."""
 
 
 def wgmma_tiles(shape: ExpertShape) -> list[WgmmaTile]:
@@ -315,8 +319,8 @@ def wgmma_candidate(tile: WgmmaTile, shape: ExpertShape, machine: Machine) -> Ex
 
 
 def _wgmma_cost(tile: WgmmaTile, shape: ExpertShape, machine: Machine) -> float:
-    """Two launches (the first one copies x into the order of slots), then the longer of waves of tiles and of weights at memory
-    bandwidth."""
+    """Two launches (the first one copies x into the order of slots), then the longer of two times: waves of tiles, or weights
+    at memory bandwidth."""
     tiles, _ = tiles_expected(shape.tokens, shape.top_k, shape.experts, tile.tokens)
     waves = math.ceil(tiles * -(-shape.row_blocks // (tile.rows // 16)) / machine.sm_count)
     stage_us = _WGMMA_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4] / _SM_MHZ

@@ -30,8 +30,8 @@ from lowbit.kernels.choose.tiles import (
 ChainCandidate = Candidate[ChainTile]
 
 Y_TILES: dict[Role, float] = {"norm": 1, "gated": 0.5, "residual": 2}
-"""Number of tiles of y's size in shared memory of the large-M GEMM, by epilogue: y, half of it with a gate; with a residual
-also h."""
+"""Shared memory that the large-M GEMM's epilogue takes, in tiles: one for y, half of one with a gate, and with a residual two,
+for y and h."""
 
 CHAIN_TOKENS = 64
 """Largest M with these epilogues: the number of tokens of a large-M tile that is still fast in a decode step."""

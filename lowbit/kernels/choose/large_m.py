@@ -1,8 +1,8 @@
 """The large-M GEMMs of sm_90 and sm_80: candidate tiles, reasons against them, modelled time.
 
-Costs are modelled microseconds and only have to order the candidates. Their constants were fitted to the tuned halves of
-benchmarks/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and 2026-11-24-choice.json (H200, Triton 3.6,
-torch 2.11; docs/log).
+Costs are modelled microseconds and only have to order the candidates. Their constants were fitted to weights of the "tuned"
+half (benchmarks/grid.py) in benchmarks/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and
+2026-11-24-choice.json (H200, Triton 3.6, torch 2.11; docs/log).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ INVARIANT_PARTS = 8
 
 
 def invariant_tiles(shape: GemmShape, machine: Machine) -> list[WgmmaTile]:
-    """Batch-invariant tiles. All divide K into the same ranges. Their number is chosen so that split-K fills the GPU at small
-    M. At large M one block sums the ranges one after the other (`sections`)."""
+    """Batch-invariant tiles. All divide K into the same ranges. The number of ranges is chosen so that split-K fills the GPU at
+    small M. At large M one block sums the ranges one after the other (`sections`)."""
     parts = max(1, min(INVARIANT_PARTS, machine.sm_count // -(-shape.n // 128), shape.steps(128) // 4))
     plain = [tile for tile in wgmma_tiles(shape) if tile.splits == 1]
     if parts == 1:
@@ -54,9 +54,9 @@ section and the total. With 4 warpgroups 64 tokens spill 24 bytes (Triton 3.6)."
 
 
 _STAGE_CYCLES = {
-    # (tokens, warpgroups): cycles for 64 columns of K of a tile. First for codes of up to 4 bits, fitted to int4 mostly with
-    # group scales; then for codes of more bits, mostly without. Fitted to times of whole kernels, like the constants below (see
-    # the module docstring).
+    # (tokens, warpgroups): cycles for 64 columns of K of a tile. The first number is for codes of up to 4 bits, fitted to int4,
+    # mostly with group scales; the second for codes of more bits, mostly without. Fitted to times of whole kernels, like the
+    # constants below (see the module docstring).
     (256, 2): (1297, 1209),
     (128, 2): (691, 630),
     (64, 4): (848, 769),
@@ -114,12 +114,13 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     iterations = shape.steps(128)
     kib = tile.tokens * tile.rows / 256
     full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
-    # Tokens are missing only where there is a single token tile, or in the last token tile with stream-K. Else the last tile
-    # begins earlier, where that fills it.
+    # A tile lacks tokens only if it is the only token tile, or the last one with stream-K. In other cases the last token tile
+    # begins earlier, so that it is full.
     missing = max(tile.tokens - shape.m, 0) if tile.splits else -shape.m % tile.tokens
     copied = 8 * tile.rows * shape.bits + 128 * (tile.tokens - missing)
     stage_us = max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing) / 1755
-    # Memory time of one tile's weights at full bandwidth: in a wave that does not fill the GPU an SM gets more bandwidth.
+    # Memory time of one tile's weights at the bandwidth of the whole GPU. A wave takes this times its number of tiles, since in
+    # a wave that does not fill the GPU each SM gets more bandwidth.
     weights_us = _WEIGHTS * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6 / (waves * machine.sm_count + left)
     if tile.splits == 0:
         turns = waves + 1
@@ -141,10 +142,12 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
 
 _WEIGHTS, _SHARED_US, _SHARED_MARGIN = 1.11, 0.145, 1.03
 """Factor on the memory time of weights; microseconds of the stream-K reduction per KiB (256 sums) of a tile; factor on the
-main-loop time of stream-K, by which it must be better than whole tiles. The second was fitted to 12 times on an H200,
-2026-11-23, int4 in groups of 128, N 5120 K 13824, N 6144 K 4096, N 4096 K 14336, M 256 and 1024: compared with waves that could
-be divided anywhere, tiles of 128 tokens took 7 to 10 us longer and tiles of 256 tokens 17 to 23 us. Today less than one wave is
-divided, whose reduction takes two thirds of that (2026-11-24: 0.107 and 0.124)."""
+main-loop time of stream-K, so that it is chosen only where it is better than whole tiles by a margin.
+
+The second constant was fitted to 12 times on an H200, 2026-11-23, int4 in groups of 128, N 5120 K 13824, N 6144 K 4096, N 4096
+K 14336, M 256 and 1024. There tiles of 128 tokens took 7 to 10 us longer than waves that could be divided anywhere at no cost,
+and tiles of 256 tokens 17 to 23 us. Only a part of a wave is divided now. Its reduction took 0.107 and 0.124 us per KiB
+(2026-11-24)."""
 _SECTION_US = 0.03
 """Microseconds of each section after the first, since the pipeline drains between sections. Measured on an H200, 2026-11-23,
 int4, 4096 x 4096, 256 tokens: two waves of tiles of 128 rows x 64 tokens take 18.59 us in four sections, 18.42 us in one."""
@@ -194,8 +197,8 @@ def mma_candidate(tile: MmaTile, shape: GemmShape, machine: Machine) -> GemmCand
 
 
 def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:
-    """Launch, then the longer of waves of tiles at their fraction of the rate of mma.sync and of weights at memory bandwidth;
-    for splits also the reduction through L2."""
+    """The launch, then the longer of two times: waves of tiles at their fraction of the rate of mma.sync, or weights at memory
+    bandwidth. With splits also the reduction through L2."""
     of_rows = -(-shape.row_blocks // (tile.row_blocks * tile.warps_n))
     waves = -(-(-(-shape.m // tile.tokens) * of_rows * tile.splits) // machine.sm_count)
     share = _MMA_SHARES[tile.tokens, tile.row_blocks, tile.warps_n, tile.warps_m]

@@ -78,7 +78,7 @@ tiles`."""
 
 @dataclass(frozen=True)
 class MeasuredChain:
-    """A tile of the fastest decode step tried: Llama-3-8B's shape, all kernels launched programmatically, context 1024.
+    """A tile of the fastest decode step tried: Llama-3-8B's shape, programmatic dependent launch of all kernels, context 1024.
 
     Batches 1, 4, 16 and 64 were run; `tokens` are the first and last M for which a row is used.
     """

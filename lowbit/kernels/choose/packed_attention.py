@@ -44,11 +44,12 @@ def register_words(shape: AttentionShape, kv: KVScheme) -> int:
 
 
 def most_registers(shape: AttentionShape, kv: KVScheme) -> int:
-    """Limit of registers per thread, so that 4, 3 or 2 programs share an SM; 0 where 4 programs fit anyway (up to 60 words
-    ptxas takes 96 to 126 registers by itself, but spills some with a limit).
+    """Limit of registers per thread; 0: no limit. With 128, 168 and 255 registers 4, 3 and 2 programs share an SM.
 
-    int4 with heads of 128 elements has 80 words. When it spilled 47 of the 500 instructions of its main loop with Triton 3.6,
-    it took 221 us for 64 rows of 8192 tokens, 55 % of the bandwidth (H200, 2026-11-28). Now 8 of 474 are spills, none with 3.9.
+    Up to 60 `register_words` ptxas takes 96 to 126 registers without a limit, so 4 programs fit; with a limit it would spill.
+    int4 with heads of 128 elements has 80 words. Spills matter: when they were 47 of the 500 instructions of its main loop
+    (Triton 3.6), 64 rows of 8192 tokens took 221 us, 55 % of the bandwidth (H200, 2026-11-28). Now they are 8 of 474 with
+    Triton 3.6, and there are none with 3.9.
     """
     words = register_words(shape, kv)
     return 0 if words <= 60 else 128 if words <= 80 else 168 if words <= 120 else 255
@@ -92,23 +93,23 @@ def _tiles(longest: int) -> list[DecodeTile]:
         DecodeTile(splits, chunk, PAGE, WARPS)
         for chunk in CHUNKS
         for fewer, splits in zip((0, *SPLITS), SPLITS, strict=False)
-        if fewer * chunk < longest  # fewer would not cut a context into its smallest parts
+        if fewer * chunk < longest  # with `fewer` splits, splits can still be longer than `chunk`
     ]
     return list(dict.fromkeys(tile if tile.splits > 1 else DecodeTile(1, PAGE, PAGE, WARPS) for tile in tiles))
 
 
 START_US = 3.4
-"""Fixed time of a launch: start, the dependent loads (row, position, page, keys), the turn, rotation and rounding of q and of
-the new token, the sum over warps and the store."""
+"""Fixed time of a launch: start, the dependent loads (row, position, page, keys), RoPE, rotation and rounding of q and of the
+new token, the sum over warps and the store."""
 TURN_US = (1.1, 0.4)
-"""Time of a page for programs that wait for latency, for one program on the GPU, and more where every SM has one."""
+"""Latency of a page: for a program that is alone on the GPU, and what is added where every SM has a program."""
 WAVE_US = 1.0
 """Additional time of each wave of programs after the first."""
 MEET_US = (0.8, 0.03)
-"""Reduction of a row's splits: the counter, and 4 splits of `combine`."""
-# Fitted by hand to 15 timings of fp8 (H200, 2026-11-28, 32 heads over 8 kv heads of 128, 1 to 64 rows of 1024 to 32768 tokens,
-# Triton 3.6, `python -m benchmarks.tuning.attention --kv fp8`): 14 within 7 %, two splits of 64 rows of 1024 tokens 13 % off.
-# Timings of int8 and int4 were those of kernels that spilled, and are not part of it.
+"""Reduction of a row's splits: time of the counter, and of every 4 splits that `combine` reads."""
+# The constants are fitted by hand to 15 timings of fp8 (H200, 2026-11-28, 32 heads over 8 kv heads of 128, 1 to 64 rows of 1024
+# to 32768 tokens, Triton 3.6, `python -m benchmarks.tuning.attention --kv fp8`). Of these, 14 are within 7 %; two splits of 64
+# rows of 1024 tokens are 13 % off. Timings of int8 and int4 are left out, since their kernels spilled at that time.
 
 
 def packed_us(
@@ -131,8 +132,8 @@ def packed_us(
 
 
 def page_us(programs: int, shape: AttentionShape, kv: KVScheme, machine: Machine) -> float:
-    """Modelled time of a page of each of `programs` programs that run at once."""
-    groups = -(-shape.group // HEADS)  # they read the same pages, from the L2
+    """Modelled time in which `programs` programs that run at once process one page each."""
+    groups = -(-shape.group // HEADS)  # programs of the same kv head and row read the same pages, all but one from L2
     memory_us = 1e6 * programs / groups * token_bytes(shape, kv) / shape.kv_heads * PAGE / machine.read_bytes
     latency_us = TURN_US[0] + TURN_US[1] * min(1.0, programs / machine.sm_count)
     return math.hypot(memory_us**2, latency_us**2) ** 0.5

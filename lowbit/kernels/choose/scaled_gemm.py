@@ -18,9 +18,10 @@ from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 class ScaledShape:
     """The shape of y[m, n] = x[m, k] . w[n, k]^T with 8-bit x and codes of `bits` bits.
 
-    `integer`: int8, else fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of blocks.
-    `fast_accum`: sums of fp8 x times fp8 w stay in the tensor core. It has no effect on codes of fewer bits, which are small
-    e4m3 numbers: their sums lose 5e-3 and 1e-2 within 1104 columns of K (docs/internals/numerics.md).
+    `integer`: True for int8, False for fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of
+    blocks. `fast_accum`: sums of fp8 x times fp8 w stay in the tensor core. `ops` never sets it for codes of fewer bits. As
+    small e4m3 numbers they lose more precision there: after 1104 columns of K the error was 5e-3 (int4) and 1e-2 (fp6_e3m2),
+    see docs/internals/numerics.md.
     """
 
     m: int
@@ -124,12 +125,13 @@ stages 14.8; H200, 2026-11-21)."""
 
 
 def _tiles(shape: ScaledShape) -> list[ScaledTile]:
-    """Candidate tiles. A tile has at most as many tokens as M rounded up to a power of two; K is only split into ranges that
-    are long enough to pay for a start."""
+    """Candidate tiles. A tile has at most as many tokens as M rounded up to a power of two. K has at most one split per 512
+    columns, since each split costs a start."""
     narrow = shape.bits < 8
     tiles = []
-    # Block scales of x are faster with tokens as rows: a thread then loads the scales of two tokens, not of a quarter of the
-    # tile's tokens. Computing one half of the columns at a time is a little faster too.
+    # Block scales of x are faster with tokens as rows (`swapped`): a thread then loads the scales of two tokens, not of a
+    # quarter of the tile's tokens. Tiles of 256 columns, which are computed in two halves, are also a little faster then (1.27
+    # against 1.3 in `_cost`).
     for swapped in (False, True) if shape.promoted and not narrow and shape.m > 128 else (False,):
         for warpgroups in (2, 4) if narrow else (1, 2):
             for columns in (8, 16, 32, 64, 128, 256):
@@ -174,8 +176,8 @@ _LEAST_CYCLES = 215
 
 _NARROW_STAGE_US = {
     # (promoted sums, int8): microseconds for 128 columns of K of a tile of 128 channels, by tokens of the tile; from whole
-    # kernels, H200, 2026-11-21, N 8192. Promoted sums of 256 tokens: relative to 128 tokens, with K 8192 and 28672, M 1024 and
-    # 4096.
+    # kernels, H200, 2026-11-21, N 8192. Promoted sums of 256 tokens were measured as ratios to 128 tokens, with K 8192 and
+    # 28672, M 1024 and 4096.
     ("whole", True): {8: 0.2, 16: 0.2, 32: 0.22, 64: 0.25, 128: 0.31, 256: 0.71},
     ("grouped", True): {8: 0.2, 16: 0.21, 32: 0.25, 64: 0.3, 128: 0.46, 256: 0.85},
     ("grouped", False): {8: 0.25, 16: 0.26, 32: 0.29, 64: 0.33, 128: 0.49, 256: 0.93},
@@ -203,7 +205,7 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     if shape.bits < 8:
         kind = "grouped" if shape.grouped else "promoted" if shape.promoted else "whole"
         per_stage = _NARROW_STAGE_US[kind, shape.integer][tile.columns] * (1.75 if tile.warpgroups == 4 else 1.0)
-        per_stage *= 1.15 if tile.pair and tile.columns == 256 else 1.0  # M 256, K 28672: 111 us, 2 x 128 tokens 103
+        per_stage *= 1.15 if tile.pair and tile.columns == 256 else 1.0  # M 256, K 28672: 111 us; two tiles of 128 take 103
     else:
         halves = 1.27 if tile.tokens_are_rows and not tile.pair else 1.3
         slower = (halves if tile.columns == 256 else 1.4) if shape.promoted else 1.12
@@ -214,7 +216,7 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     kib = tile.rows * tile.columns / 256
     store_us = waves * tile.rows * tile.columns * 4e-5
     meet_us = 0.55 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
-    if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 without the exchange
+    if tile.pair:  # 128 x 256 sums: 7,400 cycles follow the last product, of which 2,350 remain without the exchange
         meet_us = _PAIR_US + 0.034 * kib + 2.5 * (waves - 1)
     # Where memory is the bottleneck, tokens cost a little, and weights cost more, since each token tile reads them again. A
     # cluster's tile has 128 channels and reads x half as often as tiles of 64 channels, which single blocks use for so few

@@ -1,9 +1,9 @@
 """The small-M GEMM: candidate tiles, reasons against them, modelled time.
 
-Costs are modelled microseconds and only have to order the candidates. Their constants were fitted to the tuned halves of
-benchmarks/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and 2026-11-24-choice.json (H200, Triton 3.6,
-torch 2.11; docs/log). The constants of tiles of 16 tokens were fitted to measurements of 2026-11-21. Tiles of more tokens than
-M are candidates too, since tokens are padded.
+Costs are modelled microseconds and only have to order the candidates. Their constants were fitted to weights of the "tuned"
+half (benchmarks/grid.py) in benchmarks/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and
+2026-11-24-choice.json (H200, Triton 3.6, torch 2.11; docs/log). The constants of tiles of 16 tokens were fitted to measurements
+of 2026-11-21. Tiles of more tokens than M are candidates too, since tokens are padded.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def _resident(tile: RingTile, shape: GemmShape, machine: Machine) -> int:
 
 
 _TAIL, _SLOTS, _PAIR = 0.099, 0.092, 0.028
-"""Fractions of the memory time that are lost: because some SMs have fewer blocks than the busiest; because the next kernel's
-blocks pile up on a few SMs, where SMs have room for them; by two rows of warps where several blocks share an SM."""
+"""Fractions by which memory time grows. _TAIL: some SMs have fewer blocks than the busiest. _SLOTS: SMs have room for more
+blocks, and those of the next kernel pile up on a few of them. _PAIR: there are two rows of warps, and several blocks share an
+SM."""
 _STEP_US, _WIDE_STEP_US = 0.0113, 0.0301
 """SM time for one row block of one k block: for codes of up to 4 bits with group scales, and for codes of more bits, which
 usually have none."""
@@ -105,8 +106,8 @@ usually have none."""
 def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
     """Cost of small-M tiles of 8 tokens: launch, then the larger of memory time and instruction time.
 
-    Memory bandwidth is divided by the number of SMs even while some SMs have no work. K is rounded up to whole iterations of
-    all warps.
+    Memory time is that of all bytes at the bandwidth of the whole GPU, plus the fractions _TAIL, _SLOTS and _PAIR. For
+    instruction time K is rounded up to whole iterations of all warps.
     """
     if tile.tokens > SMALL_TOKENS:
         return _wide_ring_cost(tile, shape, machine)
@@ -128,10 +129,10 @@ def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
 
 
 def _wide_ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
-    """Cost of small-M tiles of 16 tokens: launch, then the time of the busiest SM, about the longest of three times: weights at
-    its share of memory bandwidth, weights and x from L2, and dequantization.
+    """Cost of small-M tiles of 16 tokens: launch, then the time of the busiest SM. That is about the longest of three times:
+    weights at its share of memory bandwidth, weights and x from L2, and dequantization.
 
-    Each row of warps copies x once more, since every warp has its own copy: 16 tokens of x are as many bytes as 4 row blocks of
+    Each row of warps copies all of x, since every warp has its own copy. 16 tokens of x are as many bytes as 4 row blocks of
     int4.
     """
     blocks = -(-shape.row_blocks // tile.tile_row_blocks) * tile.splits * -(-shape.m // tile.tokens)

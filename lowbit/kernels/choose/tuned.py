@@ -21,8 +21,8 @@ from lowbit._version import __version__
 RESULT = "lowbit tune"
 SCHEMA = 1
 NO_SLOWER = 1.05
-"""Limit of a measured tile's modelled cost, relative to the cheapest tile, where it is used for fewer tokens than it was
-measured with."""
+"""A measured tile is also used for fewer tokens than it was measured with. Its modelled cost there may be at most this factor
+times that of the cheapest tile."""
 
 MOST_SPLITS = 64
 """Largest number of splits that a tile in the file may have."""
@@ -63,8 +63,8 @@ def problem_of(shape: Any) -> str:
 
 
 def tuned_row_for(file: str, shape: Any) -> TunedRow | None:
-    """The row of the file for this number of tokens; else the row for the next larger number, if it is less than twice as many.
-    None for file ""."""
+    """The row of the file for this number of tokens; else the row for the next larger number, if it is less than twice as many;
+    else None. File "" has no rows."""
     if not file:
         return None
     rows = [row for row in _rows(file).get(problem_of(shape), ()) if shape.m <= row.m < 2 * shape.m]

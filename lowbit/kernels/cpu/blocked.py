@@ -29,8 +29,8 @@ BLOCK_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Number of weights dequantized at once, by type of device. On a CPU they are 1 MiB of float32, which stays in the cache. A GPU
 has more memory and needs few launches.
 
-2 cores of a Xeon with AMX, N 49152 K 576, M 1, float32 x, 2026-11-21, best of 7 in ms, for 2^18 / 2^20 / 2^23 / 2^25: int4
-groups of 64 18 / 40 / 59 / 102, fp6_e3m2 35 / 34 / 76 / 198, int8 12 / 11 / 49 / 114."""
+Times in ms, best of 7, with blocks of 2^18 / 2^20 / 2^23 / 2^25 weights: int4 in groups of 64 takes 18 / 40 / 59 / 102,
+fp6_e3m2 35 / 34 / 76 / 198, int8 12 / 11 / 49 / 114 (2 cores of a Xeon with AMX, N 49152 K 576, M 1, float32 x, 2026-11-21)."""
 
 
 def mixed_gemm_blocked(

@@ -2,10 +2,10 @@
 
 Reads   x int8, float8_e4m3fn or float8_e5m2 with its scales; packed uint8 [N, ceil(K * bits / 8)]; scales, zeros
 Memory  never more than BLOCK_WEIGHTS dequantized weights and RANGE_K columns of x in float32 at once
-Exact   ranges of K within which all scales are the same are multiplied in float32: integers exactly, since sums stay below
-        2^24; floats with the error of a float32 product of at most RANGE_K terms. Ranges are scaled and added in float64. The
-        epilogue function is applied in float64 and its result rounded once to y's type; where y is quantized, to float32 before
-        the quantization
+Exact   ranges of K within which all scales are the same are multiplied in float32. Sums of integers are exact, since they stay
+        below 2^24; sums of floats have the error of a float32 product of at most RANGE_K terms. Ranges are scaled and added in
+        float64. The epilogue function is applied in float64. Its result is rounded once to y's type, or to float32 if y is
+        quantized afterwards
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def scaled_gemm_blocked(
 
 
 def _ranges(scheme: Scheme, k: int, x_blocks: bool) -> list[tuple[int, int]]:
-    """Ranges of K: at most RANGE_K long, with a new one where a scale of w or x changes."""
+    """Returns ranges (first, end) that cover K. Each is at most RANGE_K long and has the same scales of w and x throughout."""
     sizes = [RANGE_K]
     if isinstance(scheme.granularity, (PerGroup, PerBlock)):
         sizes.append(scheme.granularity.block((1, k))[1])

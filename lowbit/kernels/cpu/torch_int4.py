@@ -1,8 +1,9 @@
 """y[M, N] = x[M, K] . w[N, K]^T with torch's own CPU product of bf16 activations and int4 weights in groups.
 
 Reads   x bf16; w in torch's order, which depends on the CPU, with bf16 scales and zeros (pack/cpu.py)
-Exact   up to MAX_M rows: weights (code4 - 8) * s + z in float32, sums in float32, one rounding of y. More rows: each weight
-        rounded once to bf16, then torch's product of 16-bit matrices (float32 where the CPU has none)
+Exact   up to MAX_M rows: weights (code - 8) * scale + zero in float32, sums in float32, one rounding of y. More rows: each
+        weight rounded once to bf16, then torch's product of 16-bit matrices (of float32 ones where the CPU has no bf16
+        instructions)
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from torch import Tensor
 from lowbit.pack.cpu import block_rows, int4_columns, row_blocks
 
 MAX_M = 40
-"""Largest M of torch's int4 product: its time is proportional to M, that of dequantization is constant."""
+"""Largest M of torch's int4 product, whose time is proportional to M. For more rows it is faster to dequantize the weights,
+which takes the same time for every M."""
 
 BLOCK_WEIGHTS = 1 << 20
-"""Number of weights dequantized at once. Measured with a slower look-up table, M 64, ms for 2^16 / 2^18 / 2^20 / 2^22: 12.1 /
-10.3 / 9.2 / 9.9."""
+"""Number of weights dequantized at once. With 2^16 / 2^18 / 2^20 / 2^22 a product took 12.1 / 10.3 / 9.2 / 9.9 ms (M 64,
+measured with a slower look-up table)."""
 
 
 def int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
@@ -29,8 +31,8 @@ def int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
 
 
 def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
-    """`int4_gemm` for many rows: dequantizes some blocks of rows of w at a time, in the transposed order of their storage. If
-    `zeros` is False, the second number of each (scale, zero) pair is 0."""
+    """`int4_gemm` for many rows: dequantizes some blocks of rows of w at a time, transposed, as they are stored. If `zeros` is
+    False, the second number of each (scale, zero) pair is 0."""
     n, k = codes.shape[0], 2 * codes.shape[1]
     y = torch.empty((x.shape[0], n), dtype=x.dtype)
     operand = product_dtype()
@@ -42,14 +44,14 @@ def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zero
         values = torch.index_select(_values_of_bytes(operand), 0, pairs.reshape(-1).int()).view(operand)
         grouped = values.view(len(pairs), -1, group, len(order))
         weights = torch.addcmul(z, grouped, s) if zeros else grouped.mul_(s)
-        product = torch.matmul(x, weights.view(len(pairs), k, -1)).to(y.dtype)  # [B, M, R]
+        product = torch.matmul(x, weights.view(len(pairs), k, -1)).to(y.dtype)  # [blocks of rows, M, rows of a block]
         y[:, start:end].unflatten(1, (len(pairs), -1))[:, :, order] = product.transpose(0, 1)
     return y
 
 
 @functools.cache
 def _values_of_bytes(dtype: torch.dtype) -> Tensor:
-    """Look-up table by byte of its two values code4 - 8, each entry one integer that holds both as numbers of `dtype`."""
+    """Returns a table of 256 integers. Entry b holds, as two numbers of `dtype`, the values code - 8 of byte b's two codes."""
     byte = torch.arange(256, device="cpu")
     values = (torch.stack((byte & 15, byte >> 4), dim=-1) - 8).to(dtype)
     return values.view(torch.int32 if dtype == torch.bfloat16 else torch.int64)[:, 0].contiguous()

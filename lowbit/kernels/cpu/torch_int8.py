@@ -1,9 +1,9 @@
 """y[M, N] = x[M, K] . w[N, K]^T with torch's own CPU products of int8 weights.
 
 Reads   x bf16, or int8 with scales of tokens; w int8 [N, K], two's complement (pack/cpu.py)
-Exact   bf16 x: sums in float32; up to MAX_M rows y is rounded once, and scales are rounded to bf16; for more rows y is rounded
-        to x's type before and after the multiplication by the scale. int8 x: sums of 32 bits, exact where `sums_are_exact` says
-        so; scales in float32, then one rounding of y.
+Exact   bf16 x: sums in float32. Up to MAX_M rows, scales are rounded to bf16 and y is rounded once. For more rows, y is rounded
+        to x's type before and after the multiplication by the scale. int8 x: sums of 32 bits, exact if `sums_are_exact` returns
+        True; scales in float32, then one rounding of y.
 
 Measured 2026-11-21, 2 cores of a Xeon with AMX, torch 2.13, N 1536 K 576 bf16, us: torch's product 30 at M 1 and 158 at M 24;
 kernels/cpu/blocked.py 100 at M 1. For int8 x, `onednn.qlinear_pointwise` is faster at M 64 (158 us to 225 for 2048 x 2048), but
@@ -57,8 +57,8 @@ def scaled_int8_gemm(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, zero_of_x: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Returns y float32 [M, N] of x int8 [M, K] with x_scale float32 [M, 1] or [1], and codes int8 [N, K] with scale float32
-    [N]: the exact sum times both scales. `zero_of_x`: the zeros of x, int32 of x_scale's shape, and the sums of each row of
-    codes, int32 [N]."""
+    [N]: the exact sum times both scales. `zero_of_x` is a pair: the zeros of x, int32 of x_scale's shape, and the sum of each
+    row of codes, int32 [N]."""
     total = torch._int_mm(x, codes.t())
     if zero_of_x is not None:
         zero, sums = zero_of_x

@@ -1,11 +1,11 @@
 """Accepts the tokens of a verified step that continue their sequences, and advances the slots. Plain Triton.
 
-Reads   of each row: slot, the token that it computed, its position, its index `ahead` among the rows of its slot, the sampled
-        token; flags and counters of slots
-Writes  of each slot: its next token, position and number of tokens, and the counts of accepted tokens if it has penalties; not
-        of the last slot, a dummy that padding rows map to
-Grid    one program per row; only those of the first row of a slot do anything
-Overlap none: it starts when the kernels before it have ended, and the next kernel starts when it has
+Reads   of each row: slot, input token, its position, its index `ahead` among the rows of its slot, and the token sampled after
+        it; flags and counters of slots
+Writes  of each slot: its next token, position and number of tokens, and the counts of accepted tokens if it has penalties.
+        Nothing is written for the last slot, a dummy that padding rows map to
+Grid    one program per row; a program does nothing unless its row is the first of a slot
+Overlap none: the kernel starts after the kernels before it have ended, and the next kernel starts after this one has ended
 Exact   integers. Tested: tests/kernels/elementwise/test_accept.py
 """
 

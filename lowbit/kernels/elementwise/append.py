@@ -4,7 +4,7 @@ Plain Triton.
 Reads   qkv fp16 or bf16 [T, (heads + 2 kv_heads) head_dim]; tables, slots and positions of the tokens; cos and sin; gammas of
         norms of heads of q and k, or None
 Writes  q [T, heads, head_dim]; k and v into pages [pages, kv_heads, 128, head_dim], or as codes and scales into packed pages
-        (pack/kv_pages.py), rotated where their format is
+        (pack/kv_pages.py), which are rotated if their format is a rotated one
 Grid    tokens x groups of HEADS heads, counted over q, k and v in order; a group may contain heads of all three
 Overlap waits for the previous kernel, which may have written the positions, then lets the next kernel start (programmatic
         dependent launch, sm_90)

@@ -1,7 +1,8 @@
 """Functions of one code by a table of 256, and products of codes with a gate, on packed NHWC codes. Plain Triton.
 
-The table is in global memory, where it stays in the L1: a byte is a load of its own, which is faster than the memory of the
-codes. Exact bit for bit as `MapCodes` and `GateSpec`. Tested: tests/kernels/elementwise/test_code_table.py
+The table is in global memory and stays in L1. Each code is looked up by a load of its own; all these loads take less time than
+reading the codes from memory. Exact bit for bit as `MapCodes` (vision/program.py) and `GateSpec` (formats/conv.py). Tested:
+tests/kernels/elementwise/test_code_table.py
 """
 
 from __future__ import annotations

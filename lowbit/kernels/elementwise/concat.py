@@ -1,8 +1,8 @@
 """Channels of packed NHWC codes one after another, each part rescaled to the scale of the whole. Plain Triton.
 
-One launch per part writes its channels of every pixel; the launch of the last part also writes the codes 0 that pad the last
-block of channels. A thread moves as many bytes at a time as start and end of the part allow, 16 at most; the division that
-finds the pixel is one per vector.
+One launch per part writes its channels of every pixel. The launch of the last part also writes the codes 0 that pad the last
+block of channels. A thread moves vectors of up to 16 bytes, as large as start and end of the part allow, and divides once per
+vector to find its pixel.
 Exact   bit for bit as `SumSpec` of one value. Tested: tests/kernels/elementwise/test_concat.py
 """
 
@@ -27,8 +27,8 @@ def concat_kernel(
     Y_FOUR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes BLOCK of `total` bytes of a part, in vectors of VECTOR bytes: WIDTH bytes of each pixel, from byte `offset` of the
-    output pixel on. The part fills `filled` bytes, and the bytes after them are 0, whole vectors of them only if VECTOR is more
-    than 1. 4-bit outputs have 4-bit parts, two codes a byte."""
+    output pixel on. The part has codes for the first `filled` of these bytes. The others, which are whole vectors, are filled
+    as if the part's codes were 0 there. 4-bit outputs have 4-bit parts, two codes a byte."""
     VECTORS: tl.constexpr = WIDTH // VECTOR
     i = tl.program_id(0) * (BLOCK // VECTOR) + tl.arange(0, BLOCK // VECTOR)
     pixel = (i // VECTORS).to(tl.int64)

@@ -32,8 +32,9 @@ TOKENS = 16
 """Number of tokens per program: with heads of 128 elements, 4 KiB of keys and 4 KiB of values."""
 
 PACKED_TOKENS = 8
-"""Number of tokens per program over packed pages, by one warp: rotations then need no barriers, and rows of 256 elements fit
-the registers. Of int4 rows of 128 elements a value takes 54 instructions, by two warps and 16 tokens 85 (sass of sm_90)."""
+"""Number of tokens per program over packed pages. The program has one warp: rotations then need no barriers, and rows of 256
+elements fit the registers. For int4 rows of 128 elements it takes 54 instructions per value; with two warps and 16 tokens it
+would take 85 (SASS of sm_90)."""
 
 
 @dataclass(frozen=True)

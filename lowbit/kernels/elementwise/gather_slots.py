@@ -4,6 +4,8 @@ Reads   x fp16 or bf16, rows that start at multiples of 16 bytes; order int32 [s
 Writes  rows that start at multiples of 16 bytes; elements between K and the next row are neither written nor read
 Blocks  consecutive columns of one position, 8 elements per thread
 Overlap waits for the previous kernel, then lets the next one start (programmatic dependent launch, sm_90)
+Absent  the last entries of `order` are -1, for slots whose expert is not on this GPU; they copy the first row, and no tile has
+        them
 Exact   a copy. Tested: tests/kernels/elementwise/test_gather_slots.py
 """
 
@@ -32,7 +34,7 @@ def copy_rows(out, x, order, x_stride, top_k, WIDTH: tl.constexpr, COLUMNS: tl.c
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    row = tl.load(order + position) // top_k
+    row = tl.maximum(tl.load(order + position), 0) // top_k
     exist = i // 8 < STRIDE if WIDTH % 8 == 0 else i < WIDTH
     values = tl.load(row_of(x, row, x_stride, True) + i, mask=exist, other=0.0)
     tl.store(row_of(out, position, STRIDE, True) + i, values, mask=exist)

@@ -1,18 +1,17 @@
-"""What low-rank adapters (LoRA) add to a product: y = b (a x) + bias, with another adapter, or none, for each row. Two
-launches, plain Triton.
+"""What low-rank adapters (LoRA) add to a product: y = b (a x) + bias. Each row may have its own adapter, or none. Two launches,
+plain Triton.
 
 Reads   x fp16 or bf16 [M, K]; a [adapters, parts, R, K]; b [adapters, N, R] in x's type; adapter_of int32 [M], -1 for none;
         squares float32 [norm_parts, M] or None; bias [N] or None
 Writes  shrink: t float32 [splits, M, parts, R], partial sums of a x; expand: y [M, N] in x's type
-Grid    16 rows and one adapter each; shrink: x splits of K x parts; expand: x tiles of columns. A program without a row of its
-        adapter ends at once, so rows with the same adapter are one matrix product, and no row is sorted or counted on the host.
-        The programs of adapter 0 also write the rows without an adapter
+Grid    blocks of 16 rows x adapters; for shrink also x splits of K x parts, for expand x tiles of columns. A program returns at
+        once if no row of its block has its adapter. So rows with the same adapter are one matrix product, and no row is sorted
+        or counted on the host. The programs of adapter 0 also write the rows without an adapter
 Overlap adapter_of and the weights are read before the wait for the previous kernel (programmatic dependent launch, sm_90), so
-        adapter_of must be older than the kernel before. The next kernel may start when all blocks have passed the wait; so what
-        is older than `shrink`, as `squares`, is complete when `expand` starts, and is read before its wait
-Exact   sums in float32; splits of K, which depend on K alone, are added in order; a x is divided by the RMS, then rounded to
-x's
-        type, as PEFT rounds it; y is rounded once. A row's bits do not depend on other rows. Tested:
+        the previous kernel must not write adapter_of. The next kernel may start when all blocks have passed the wait. When
+        `expand` starts, all kernels before `shrink` are therefore complete: it reads their result `squares` before its wait
+Exact   sums in float32; splits of K, which depend on K and the rank alone, are added in order. a x is divided by the RMS, then
+        rounded to x's type, as PEFT rounds it; y is rounded once. A row's bits do not depend on other rows. Tested:
         tests/kernels/elementwise/test_lora.py
 Source  LoRA: arXiv 2106.09685; groups of rows by adapter: Punica, arXiv 2310.18547
 """
@@ -35,7 +34,7 @@ ROWS = 16
 """Number of rows of x in a program: those of one mma.sync."""
 
 COLUMNS, WIDE = 128, 8192
-"""Number of columns of y in a program; twice as many for WIDE or more columns, so that fewer programs read the sums of a x."""
+"""COLUMNS of y per program, or twice as many if y has WIDE or more columns, so that fewer programs read the sums of a x."""
 
 CHUNK = 256
 """Number of columns of K that are multiplied at once."""
@@ -44,15 +43,17 @@ MOST_SPLITS = 16
 """Maximum number of splits of K, whose sums the second kernel adds."""
 
 MOST_EARLY = 32
-"""Maximum number of rows of a, over all chunks, whose values are in registers before the wait for the previous kernel. A split
-has as many chunks: with one chunk each, 16 splits were 117 MB for the second kernel to read (64 rows of 4 adapters, 28,672
-columns), and a step of Llama-3-8B's shape took 1.5 times as long as without adapters (H200, 2026-11-28)."""
+"""Maximum of rank * chunks for which a split loads all its weights into registers before the wait for the previous kernel. A
+split has as many chunks as this allows, since the second kernel reads the sums of all splits. With one chunk per split, 16
+splits were 117 MB (64 rows of 4 adapters, 28,672 columns), and a step of Llama-3-8B's shape took 1.5 times as long as without
+adapters (H200, 2026-11-28)."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """The compile-time configuration of both kernels. widths: columns of each part, side by side; with `alternates` two parts
-    alternate by 8 columns. rank: a power of two from 16. norm_parts: rows of `squares`; 0: no norm."""
+    """The compile-time configuration of both kernels. widths: number of columns of each part. Parts lie side by side, or with
+    `alternates` two parts alternate every 8 columns. rank: a power of two, at least 16. norm_parts: number of rows of
+    `squares`; 0: no norm."""
 
     widths: tuple[int, ...]
     alternates: bool
@@ -107,7 +108,8 @@ class Lora:
 
 @triton.jit
 def rows_of(adapter_of, M, C: tl.constexpr):
-    """Returns the rows of a program, its adapter, True for the rows of this adapter, and for those that the program writes."""
+    """Returns (rows of a program, its adapter, mask of the rows that have this adapter, mask of the rows that the program
+    writes)."""
     block, adapter = tl.program_id(1) // C.adapters, tl.program_id(1) % C.adapters
     rows = block * C.rows + tl.arange(0, C.rows)
     own_adapter = tl.load(adapter_of + rows, mask=rows < M, other=-1)
@@ -133,7 +135,7 @@ def shrink(t, x, a, adapter_of, M, x_stride, C: tl.constexpr):
     rows, adapter, own, written = rows_of(adapter_of, M, C)
     some = tl.max(written.to(tl.int32), axis=0) > 0
     split, part = tl.program_id(0), tl.program_id(2)
-    begin, end = split * (C.chunks * C.chunk), tl.where(some, C.k, 0)  # nothing is loaded without a row
+    begin, end = split * (C.chunks * C.chunk), tl.where(some, C.k, 0)  # a program without a row to write loads nothing
     weights = ()
     for c in tl.static_range(EARLY):
         weights += (weights_of_chunk(a, adapter, part, begin + c * C.chunk, end, C),)
@@ -157,8 +159,8 @@ def shrink(t, x, a, adapter_of, M, x_stride, C: tl.constexpr):
 
 @triton.jit
 def inverse_rms(squares, rows, own, M, inverse_width, eps, factor, C: tl.constexpr):
-    """Returns 1 / (rms * factor) of rows, from their partial sums of squares. They are read from the L2, since the L1 may have
-    what was there before."""
+    """Returns 1 / (rms * factor) of rows, from their partial sums of squares. These are read from L2, since L1 may have older
+    values."""
     part = tl.arange(0, C.norm_block)
     exists = (part < C.norm_parts)[:, None] & own[None, :]
     sums = tl.load(squares + part[:, None] * M + rows[None, :], mask=exists, other=0.0, cache_modifier=".cg")
@@ -167,7 +169,7 @@ def inverse_rms(squares, rows, own, M, inverse_width, eps, factor, C: tl.constex
 
 @triton.jit
 def add_part(total, at, weights, own, scale, M, dtype: tl.constexpr, C: tl.constexpr):
-    """Adds one part's product: the sums of a x [rows, R] over the splits, of which `at` are the first, times b."""
+    """Adds one part's product: a x [rows, R], summed over the splits, times b. `at` are the addresses of the first split."""
     ROWS: tl.constexpr = C.rows
     RANK: tl.constexpr = C.rank
     SPLITS: tl.constexpr = C.splits
@@ -189,7 +191,7 @@ def expand(y, t, b, adapter_of, squares, bias, M, inverse_width, eps, factor, C:
     first_column = tl.program_id(0) * C.columns
     column, r = first_column + tl.arange(0, C.columns), tl.arange(0, C.rank)
     first = b + (adapter.to(tl.int64) * C.n + column[None, :]) * C.rank + r[:, None]
-    end = tl.where(some, C.n, 0)  # nothing is loaded without a row
+    end = tl.where(some, C.n, 0)  # a program without a row to write loads nothing
     weights = ()
     for p in tl.static_range(PARTS):
         if C.alternates:

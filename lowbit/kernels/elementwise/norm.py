@@ -1,5 +1,5 @@
-"""One launch: h = embedding of a token (plus that of its position), or h += delta; then x = norm(h), or h * gamma with the sum
-of squares.
+"""Two kernels: `embed_rows` sets h to a token's embedding, plus that of its position; `norm_rows` adds delta to h. Both then
+compute x = norm(h), or x = h * gamma and the sum of squares of h.
 
 Reads   `norm_rows`: h fp16 or bf16 [M, H] contiguous, delta [M, H] contiguous or None. `embed_rows`: tokens and rows int32; a
         table [V, H] of the type of h, or codes uint8 [V, H] with one scale per row; positions int32 and a table [P, H] of the
@@ -51,7 +51,7 @@ def normed(halves, weights, eps, H: tl.constexpr, OFFSET: tl.constexpr, CHUNKS: 
     made = ()
     for c in tl.static_range(CHUNKS):
         value = values[c] * inverse
-        if OFFSET == 0 and ADDED:  # two roundings: halves would be fused with the caller's addition to one fma
+        if OFFSET == 0 and ADDED:  # the fma with 0 keeps a rounding: a plain product would be fused with the caller's addition
             value = tl.fma(value.to(HALF).to(tl.float32), weights[c].to(tl.float32), 0.0)
         elif OFFSET == 0:
             value = value.to(HALF).to(tl.float32) * weights[c].to(tl.float32)

@@ -14,12 +14,12 @@ Blocks  one token each, in chunks of 8 elements per thread, up to 64 in all. One
         since computing them again costs more than a read
 Overlap lets the next kernel start at once, and reads RMSNorm's weights before the previous kernel has finished (programmatic
         dependent launch, sm_90)
-Exact   without f, codes and scales are bit-equal to reference/. A NaN counts as the largest magnitude; in a range it is ordered
-        by its bits. Divisions are true divisions, rounding is adding 1.5 * 2^23, and the hardware converts floats (sm_90). f is
-        computed in float32 and not rounded before quantization; its divisions and roots may be off in the last bit. A rotated
-        x, without a norm or gate, is first rounded to x's type, which gives the same bits as quantizing elementwise/rotate.py's
-        result. RULE 0 is this library's rule; the other rules are those of other tools, and also bit-equal. They do not support
-        f. Tested: tests/kernels/elementwise/
+Exact   without f, codes and scales are bit-equal to reference/. A NaN counts as the largest magnitude; where codes have zero
+        points, it is ordered by its bits. Divisions are true divisions, values are rounded to integers by adding 1.5 * 2^23,
+        and the hardware converts floats to 8 bits (sm_90). f is computed in float32 and not rounded before quantization; its
+        divisions and roots may be off in the last bit. A rotated x, without a norm or gate, is first rounded to x's type, which
+        gives the same bits as quantizing elementwise/rotate.py's result. RULE 0 is this library's rule; the other rules are
+        those of other tools, and also bit-equal. They do not support f. Tested: tests/kernels/elementwise/
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from lowbit.kernels.reference.activations import CODE_DTYPES, FBGEMM_CEILING, FL
 
 # Quantization of activations by the rules of other tools (formats.ActivationRule), and helpers that this library's rule shares.
 #
-# A row's scale from its largest magnitude or its range, and codes from values and scale, bit-equal to reference/: true
-# divisions, each result rounded to x's dtype under compressed-tensors' rule, and NaN kept. Inputs and outputs are float32.
-# Tested: tests/kernels/elementwise/test_rules.py
+# The functions compute a row's scale from its largest magnitude or its range, and codes from values and scale. Results are
+# bit-equal to reference/: divisions are true divisions, each result is rounded to x's dtype under compressed-tensors' rule, and
+# NaN is kept. Inputs and outputs are float32. Tested: tests/kernels/elementwise/test_rules.py
 
 RULES = {
     ActivationRule.OWN: 0,
@@ -252,7 +252,7 @@ def rotated_before(values, BLOCK: tl.constexpr, BEFORE: tl.constexpr, TYPE: tl.c
 
 @triton.jit
 def range_of(values, factor, CHUNKS: tl.constexpr):
-    """Returns scale and zero point for a range that includes 0 and all values, times `factor` > 0."""
+    """Returns scale and zero point for the range of 0 and all values, each multiplied by `factor` > 0."""
     low, high = low_and_high(values, CHUNKS)
     low, high = low * factor, high * factor
     scale = at_least_smallest(tl.div_rn(high - low, 255.0))
@@ -262,7 +262,8 @@ def range_of(values, factor, CHUNKS: tl.constexpr):
 @triton.jit
 def codes_of(value, inverse, zero, FORMAT: tl.constexpr, SATURATE: tl.constexpr, ONCE: tl.constexpr):
     """Returns the codes of float32 values; `zero` is None for symmetric codes. Without SATURATE the caller guarantees that no
-    |value * inverse| exceeds the range. With ONCE the product is not rounded separately."""
+    |value * inverse| exceeds the range. With ONCE an int8 code that need not saturate is rounded once: its product is not
+    rounded before."""
     if FORMAT == 0:
         if ONCE and not SATURATE:
             code = tl.fma(value, inverse, 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
@@ -291,14 +292,14 @@ def scale_of(largest, LARGEST: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def inverse_of(scale, factor, EXACT: tl.constexpr):
-    """Returns the factor that turns values into codes. It is finite, so that zeros stay zeros. EXACT: exactly 1 / scale,
-    rounded once."""
+    """Returns the factor that turns values into codes. It is finite, so that zeros stay zeros. With EXACT it is 1 / scale by a
+    true division."""
     return tl.div_rn(1.0, scale) if EXACT else tl.minimum(1.0 / scale * factor, 3.0e38)
 
 
 @triton.jit
 def scale_under(largest, factor, LARGEST: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr):
-    """Returns the scale for values up to `largest` by RULE, times `factor` > 0, which is 1 except for this library's rule."""
+    """Returns the scale by RULE for values up to `largest` * `factor`. `factor` > 0 is 1 except under this library's rule."""
     if RULE == 0:
         scale = scale_of(largest * factor, LARGEST, EXACT)
     else:
@@ -430,7 +431,8 @@ class QuantizeRequest:
 
 def shape_of(few: bool, k: int, request: QuantizeRequest) -> tuple[int, int, bool, int]:
     """Returns threads per block, contiguous elements per thread, True if x is loaded again when the scale is known, and the
-    register limit (0: none). Chosen on one H200, 2026-11-21, triton 3.6, 16 to 16384 rows of 4096, 8192 and 28672."""
+    register limit (0: none). Chosen by timings on one H200, 2026-11-21, Triton 3.6, with 16 to 16384 rows of 4096, 8192 and
+    28672 elements."""
     wanted = 512 if few else 128 if request.before == "layer_norm" else max(k // 32, 1)
 
     def cost(shape: tuple[int, int]) -> tuple[float, ...]:

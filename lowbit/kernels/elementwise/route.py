@@ -14,9 +14,9 @@ Many    four launches: choose experts; count the slots of each chunk of 64; pref
         positions. If experts are given (`GroupPlan`) there is no first launch
 Product `route_tokens`, for up to 16 tokens, also computes the logits. A block multiplies x by 16 experts' rows of the router's
         weight over a part of K with mma.sync; it loads its first weights before the wait for the previous kernel. The last
-        block adds the parts in order and routes. With `squares`, x is h * gamma * factor, not yet divided by its rms
-        (kernels/parts/epilogue.py); logits are divided, and the blocks of the first experts write the normalised x, each its
-        part of K
+        block adds the parts in order and routes. With `squares`, x is h * gamma * factor and not yet divided by the rms of h
+        (kernels/parts/epilogue.py). The logits are then divided by it, and the blocks of the first experts also write the
+        normalised x, each its part of K
 Overlap the next kernel may start at once; the bias is read before the wait for the previous kernel (programmatic dependent
         launch, sm_90)
 Exact   scores in float32. Positions are integers: they depend neither on the grid nor on the order of blocks. Tested:
@@ -47,7 +47,8 @@ FEWEST_SLOTS = 32
 
 ONE_BLOCK, MOST_WARPS, FEWEST_WARPS = 1024, 8, 4
 """Largest number of logits that a single block routes, and the limits of a block's warps. On an H200 (2026-11-28, 128 experts,
-top 8) 16 tokens take 3.5 us in two blocks, 3.8 in one and 5.1 in one of 16 warps; 32 tokens 3.8 in four, 7.2 in one."""
+top 8) 16 tokens take 3.5 us in two blocks, 3.8 us in one block, and 5.1 us in one block of 16 warps. 32 tokens take 3.8 us in
+four blocks and 7.2 us in one."""
 
 SORT_WARPS = 16
 """Largest number of warps of the block that sorts given experts in one launch."""
@@ -60,10 +61,10 @@ BLOCK = 8
 would spill registers."""
 
 CHUNK, SHORT_TABLE, MANY_CHUNK = 32, 4096, 64
-"""CHUNK: number of slots that are compared with each other. It is doubled where a block is a single chunk, or where the table
-of counts by expert and chunk would have more than SHORT_TABLE entries. MANY_CHUNK: number of slots per block in the path of
-several launches, a single chunk: in blocks of 512 slots, the table of counts by chunk and expert took 13 of 19 us (H200,
-2026-11-28, 128 experts)."""
+"""CHUNK: number of slots that are compared with each other. It is doubled where a block has only one chunk, or where the table
+of counts by expert and chunk would have more than SHORT_TABLE entries. MANY_CHUNK: number of slots per block where several
+launches sort. Such a block is one chunk: with blocks of 512 slots, the table of counts by chunk and expert took 13 of 19 us
+(H200, 2026-11-28, 128 experts)."""
 
 COLUMNS, ROWS = 32, 128
 """Number of experts per block of `sum_counts`, and number of chunks that it reads at a time."""
@@ -361,7 +362,7 @@ def take_best(keys, rows, C: tl.constexpr):
     left = ()
     value = tl.full([C.tokens, C.lanes], _NEVER, tl.int32)
     for r in tl.static_range(ROWS):
-        of_row, exists = expert_of(r, C)  # where no expert exists, the number is one of the next row
+        of_row, exists = expert_of(r, C)  # columns beyond a row's experts have numbers of the next row
         this = (of_row == expert[:, None]) & exists
         left += (tl.where(this, _NEVER, keys[r]),)
         if not C.by_logit:
@@ -398,7 +399,7 @@ def choose(rows, added, C: tl.constexpr):
     for turn in range(C.rule.top_k):
         best, bits, keys = take_best(keys, rows, C)
         weight = score_of(bits.to(tl.float32, bitcast=True), largest, C) / total
-        selected += weight  # in the order of the choice, for any layout of the block
+        selected += weight  # added in the order of the choice, whatever the block's layout
         chosen, weights = tl.where(s == turn, best[:, None], chosen), tl.where(s == turn, weight[:, None], weights)
     if C.normalize:
         weights = weights / (selected + C.rule.epsilon)[:, None]
@@ -541,7 +542,8 @@ def route_block(
 
 @triton.jit
 def inverse_rms(squares, parts, t, T, eps, unscaled, P: tl.constexpr, SQUARES: tl.constexpr):
-    """1 / (rms * factor) [tokens] by the sums of squares [parts, T] of parts of rows; `unscaled` is 1 / factor."""
+    """Returns 1 / (rms * factor) [tokens]. `squares` [parts, T] are partial sums of squares of rows; `unscaled` is 1 /
+    factor."""
     p = tl.arange(0, SQUARES)
     some = tl.load(squares + p[:, None] * T + t[None, :], mask=(p < parts)[:, None] & (t < T)[None, :], other=0.0)
     return tl.rsqrt(tl.sum(some, 0) / P.k + eps) * unscaled
@@ -565,8 +567,8 @@ def route_tokens(
 ):  # fmt: skip
     """Multiplies tokens by some rows of the router's weight over a part of K; the last block adds the parts and routes.
 
-    `sums` has P.columns columns. They are an argument, since the compiler would otherwise load vectors and divide a token's
-    logits among warps.
+    `columns` equals P.columns. It is a runtime argument because with a constant the compiler would load vectors and divide a
+    token's logits among warps.
     """
     if C.overlap:
         cuda.gdc_launch_dependents()
@@ -785,7 +787,7 @@ class RoutePlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Number of 32-bit words of the workspace, and of int32 counters, which are zero before and after."""
+        """Number of 32-bit words of the workspace, and of int32 counters, which are zero before and after a call."""
         if not self.few or self.blocks == 1:
             return 0, 0
         return self.tokens * self.top_k + self.blocks * self.sorts[1].bins, 1
@@ -812,8 +814,8 @@ class RouteTokensPlan:
     """The plan of a routing of `tokens` tokens (1 to 16) of K features by a router's weight: created once, called many times.
 
     `pieces` promises that the row stride of x is a multiple of 8 and that x and weight start at multiples of 16 bytes.
-    `parts`: sums of squares of a row, of an x that is not normalised yet; 0 for one that is. A plan serves one GPU, one type
-    and alignment of x and weight.
+    `parts`: number of partial sums of squares per row, if x is not normalised yet; else 0. A plan serves one GPU, one type and
+    alignment of x and weight.
     """
 
     def __init__(
@@ -834,7 +836,7 @@ class RouteTokensPlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Number of float32 elements of the workspace, and of int32 counters, which are zero before and after."""
+        """Number of float32 elements of the workspace, and of int32 counters, which are zero before and after a call."""
         return self.product.parts * self.product.tokens * self.product.columns, 1
 
     def __call__(self, x: Tensor, router: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor) -> RoutingTensors:
@@ -845,7 +847,8 @@ class RouteTokensPlan:
         self, x: Tensor, squares: Tensor, router: Tensor, bias: Tensor | None, space: Tensor, arrived: Tensor, eps: float,
         factor: float,
     ) -> tuple[Tensor, RoutingTensors]:  # fmt: skip
-        """(normalised x [T, K], its routing) for x times `factor` and the rms that `squares` float32 [parts, T] has."""
+        """Returns (normalised x [T, K], its routing). The given x is h * gamma * `factor`; `squares` float32 [parts, T] are
+        partial sums of squares of the rows of h."""
         normed = torch.empty((self.tokens, self.k), dtype=x.dtype, device=x.device)
         return normed, self._call(x, router, bias, space, arrived, normed, squares, eps, 1.0 / factor)
 

@@ -2,8 +2,8 @@
 
 Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; counts int32 [V] and
         bias fp32 [V] of the slots that use them; masks of slots with a grammar, a bit per token
-Writes  token and log-probability of each row. For each slot: its token, position and number of tokens, and the count of the
-        token; not for the last slot, a dummy that padding rows map to, and not with OF_ROWS
+Writes  token and log-probability of each row. Without OF_ROWS also for each slot: its token, position and number of tokens, and
+        the count of the token. Nothing is written for the last slot, a dummy that padding rows map to
 Passes  survey: each block computes for a chunk of 2048 tokens the largest raw logit, the sum of exponentials of raw logits, and
         the largest adjusted logit. The last block to arrive for a row combines its chunks, and samples greedy rows. With ADJUST
         False (all rows greedy, no adjustments) no other pass runs
@@ -13,7 +13,8 @@ Passes  survey: each block computes for a chunk of 2048 tokens the largest raw l
         candidates
         collect: appends the keys of candidates to a list, in the order of tokens
         settle: one block per row searches the list for the thresholds of top-k and top-p, two bits at a time, and samples
-Rows    with OF_ROWS, settings are those of rows, so that several rows may be one slot's tokens: `accept` feeds them back
+Rows    with OF_ROWS each row has settings of its own, so several rows may be successive tokens of one slot. The kernel `accept`
+        then advances the slots
 Overlap each pass may start while the previous one runs (programmatic dependent launch, sm_90). Before the wait it only reads
         the slots of rows and their settings, which no kernel writes
 Invalid rows with a NaN or +inf, or with -inf alone, get the log-probability NaN; their token is sampled as if NaN were -inf
@@ -69,7 +70,7 @@ def real(pointer):
 
 @triton.jit
 def distances(x, largest):
-    """Returns largest - x, and 0 where x equals largest, also where both are infinite."""
+    """Returns largest - x. Where x equals largest this is 0, also if both are infinite."""
     return tl.where(x == largest, 0.0, largest - x)
 
 
@@ -158,7 +159,7 @@ def feed_back(
     token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens, out_logprobs,
     OF_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the sampled token of a row, and advances its slot by one token unless several rows may be one slot's."""
+    """Stores the sampled token of a row. Without OF_ROWS also advances the row's slot by this token."""
     x = cleaned(tl.load(logits + token).to(tl.float32))
     tl.store(out_tokens + b, token)
     tl.store(out_logprobs + b, -distances(x, largest) - log_sum)
@@ -257,11 +258,11 @@ def store_counts(levels, key, mass, SIZE: tl.constexpr):
 def look_down(
     words, head, sums, levels, offsets, total, CHUNKS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Stores the last level of a row that top-k (without top-k: top-p) can reach, and the number of candidates, which are the
-    keys in the levels up to it: before each chunk and in total.
+    """Stores the last level of a row that top-k, or without top-k top-p, can reach. Candidates are the keys in the levels up to
+    it; their numbers before each chunk and in total are stored too.
 
-    For top-p, the mass of the levels after a level is bounded by the largest mass of each of these levels times its number of
-    tokens.
+    For top-p, the mass of all levels after a level is needed. It is bounded by the largest mass of each of these levels times
+    its number of tokens.
     """
     c = tl.arange(0, PADDED)[:, None]
     level = tl.arange(0, 32)[None, :]
@@ -341,7 +342,7 @@ def weigh(
 
 @triton.jit
 def search(keys, n, level, total, words, TILE: tl.constexpr):
-    """Returns the index of the candidate, of n, that is sampled after top-k, top-p and min-p. `total` is the row's mass; with
+    """Returns the index of the sampled one of n candidates, after top-k, top-p and min-p. `total` is the row's mass; with
     top-k, top-p refers to the mass that top-k keeps."""
     top_k, top_p = tl.load(words + _TOP_K), real(words + _TOP_P)
     last = tl.full((), _KEYS - 1, tl.int32)
@@ -444,7 +445,7 @@ class SamplePlan:
 
     @property
     def workspace(self) -> tuple[int, int]:
-        """Number of 32-bit words of the workspace, and of int32 counters, which are zero before and after."""
+        """Number of 32-bit words of the workspace, and of int32 counters, which are zero before and after a call."""
         return self.rows * sum(self._parts), self.rows
 
     @property

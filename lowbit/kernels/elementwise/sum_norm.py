@@ -2,7 +2,7 @@
 
 Between an expert layer and the next one: `sum_slots` and `norm_rows` in one launch. Plain Triton.
 
-Reads   y, h and shared fp16 or bf16, contiguous; share of 16 or 32 bits, a number a token; gamma [H] of 16 or 32 bits
+Reads   y, h and shared fp16 or bf16, contiguous; share of 16 or 32 bits, one number per token; gamma [H] of 16 or 32 bits
 Writes  h in place; x [T, H]
 Blocks  one row each, in chunks of 8 elements a thread; the number of threads depends on H alone, so that a row's sums have the
         same order for every number of rows. All slots are loaded before the first is added
@@ -26,7 +26,7 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import floats, loaded, rounded_to, row_of
 
 REGISTERS = 168
-"""Limit per thread: room for 16 bytes of each chunk of each slot of eight."""
+"""Limit of registers per thread. They have room for 16 bytes of each chunk of 8 slots."""
 
 
 @triton.jit(do_not_specialize=["eps", "share_stride"])
@@ -73,14 +73,15 @@ def plus(values, others, CHUNKS: tl.constexpr):
 
 
 class SumNormPlan:
-    """A call for one shape: made once, called many times. A plan serves one GPU, one alignment and one set of dtypes."""
+    """The plan of a call for one shape: created once, called many times. A plan serves one GPU, one alignment and one set of
+    dtypes."""
 
     def __init__(self, tokens: int, top_k: int, width: int, machine: Machine) -> None:
         self.tokens = tokens
         threads, chunks = shape_of(width)
         overlap = machine.arch.sm >= 90
         self.constants = (width, top_k, threads, VECTOR, chunks, overlap)
-        # At 1,024 threads a block cannot have as many.
+        # With 1,024 threads the register file has only 64 registers per thread.
         most = min(REGISTERS, 65536 // threads)
         self.launch = Launcher(sum_norm_rows, (tokens, 1, 1), threads // 32, overlap=overlap, registers=most)
 

@@ -1,17 +1,22 @@
-"""h[M, H] += the sum of all ranks' y[M, H]; x = h * gamma and the sum of squares of h: an all-reduce over peer memory with the
-residual and the next norm's weight where the partial sums arrive. Without h it is the sum alone. Plain Triton.
+"""h[M, H] += the sum of all ranks' y[M, H]; x = h * gamma and the sum of squares of h. Plain Triton.
+
+This is an all-reduce over peer memory which also adds the residual and applies the next norm's weight. Without h it returns the
+sum alone.
 
 Reads   y, h fp16 or bf16, contiguous; gamma [H] of 16 or 32 bits. places int64 [RANKS]: where each rank's memory begins
 Writes  x [M, H]; h in place; fp32 sums of squares [1, M] of h as it is stored. In every other rank's memory: y at [PHASE, own
         rank, row]
 Blocks  one row each, in chunks of 8 elements per thread, as in norm.py
-Order   a block stores its row to all other ranks and waits until no element of theirs in its own memory is EMPTY, a NaN that
-        no rank stores: the data are their own flag, so that no fence and no second message is under way. What was read is set
-        to EMPTY again. It adds the rows in the order of ranks, so that all ranks get the same bits. Calls alternate between two
-        phases. A rank that stores to a phase again has seen the receiver's rows of the other phase, which the receiver stored
-        after its kernel that emptied this phase had ended. No wait lasts forever: `stop` ends all, with undefined sums
+Order   a block stores its row to all other ranks. Then it waits until no element of their rows in its own memory is EMPTY, a
+        NaN that no rank stores. So the data are their own flag, and neither a fence nor a second message is needed. The block
+        sets the elements that it read to EMPTY again, and adds the rows in the order of ranks, so that all ranks get the same
+        bits
+Phases  calls alternate between two phases of the memory, so that no rank overwrites a row that was not read yet. A rank that
+        stores to a phase again has read the receiver's rows of the other phase. The receiver stored these after its kernel that
+        emptied this phase had ended
+Stop    a nonzero `stop` ends all waits, and the sums are then undefined
 Overlap gamma is read before the wait for the previous kernel (programmatic dependent launch, sm_90); the next kernel may start
-        once all blocks have passed it, and loads its weights while the rows are under way
+        once all blocks have passed it, and loads its weights while this kernel waits for rows
 Exact   sums in float32, then one rounding of their sum with h. x = h * gamma * factor, rounded once. Without h one rounding.
         Tested: tests/kernels/elementwise/test_sum_ranks.py
 """
@@ -40,12 +45,12 @@ _EMPTY, _NAN = tl.constexpr(EMPTY), tl.constexpr(0x7FFF)
 def row_at(places, rank, at, H: tl.constexpr):
     """The address of row `at`, as int16, in a rank's memory."""
     base = tl.load(places + rank).to(tl.pointer_type(tl.int16))
-    return tl.multiple_of(base + at.to(tl.int64) * H, 16)  # bytes: H is a multiple of 8
+    return tl.multiple_of(base + at.to(tl.int64) * H, 16)  # bytes of alignment: H is a multiple of 8
 
 
 @triton.jit
 def seen(base, i, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """Loads a row that another rank stores, as it is now; 0 beyond H."""
+    """Loads a row that another rank stores, which may not have arrived completely; 0 beyond H."""
     chunks = ()
     for c in tl.static_range(CHUNKS):
         if H == STEP * CHUNKS:
@@ -66,7 +71,7 @@ def lacks(chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def taken(base, stop, i, HALF: tl.constexpr, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """Waits for a row of another rank, empties its place, and returns it in float32."""
+    """Waits for a row of another rank, sets its place in memory to EMPTY again, and returns the row in float32."""
     chunks = seen(base, i, H, STEP, CHUNKS)
     waits = lacks(chunks, CHUNKS)
     while waits:
@@ -130,15 +135,15 @@ def sum_ranks(
 
 
 class SumRanksPlan:
-    """A call of `sum_ranks` for one shape, phase and rank: made once, called many times. `rows`: rows that each rank's memory
-    has in a phase for those of another rank."""
+    """The plan of a call of `sum_ranks` for one shape, phase and rank: created once, called many times. `rows`: number of rows
+    per phase that each rank's memory reserves for each rank."""
 
     def __init__(self, m: int, width: int, rank: int, ranks: int, rows: int, phase: int, machine: Machine) -> None:
         self.m = m
         threads, chunks = shape_of(width)
         overlap = machine.arch.sm >= 90
         self.constants = (rank, ranks, rows, phase, width, threads, VECTOR, chunks, overlap)
-        # A launcher keeps the kernel of its first call, and both kernels have a plan's shape.
+        # With h and without h the compiled kernels differ. A launcher reuses the kernel of its first call, so each has its own.
         self.launch, self.launch_alone = (Launcher(sum_ranks, (m, 1, 1), threads // 32, overlap=overlap) for _ in range(2))
 
     def __call__(

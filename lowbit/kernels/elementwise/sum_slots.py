@@ -1,7 +1,8 @@
 """out[T, N] = y[T * top_k, N] summed over the slots of each token, + residual[T, N]: the last kernel of an expert layer. Plain
 Triton.
 
-Reads   y and residual fp16 or bf16, contiguous
+Reads   y and residual fp16 or bf16, contiguous; experts int32 [T, top_k] or None. Slots with a negative expert are left out of
+        the sum, whatever their rows of y contain
 Blocks  consecutive columns of one token, 8 elements per thread; all slots are loaded before the first is added
 Overlap waits for the previous kernel, then lets the next one start (programmatic dependent launch, sm_90)
 Exact   sums in float32, slot 0 first, the residual last; one rounding. Tested: tests/kernels/elementwise/test_sum_slots.py
@@ -28,7 +29,7 @@ REGISTERS = 128
 
 @triton.jit
 def sum_rows(
-    out, y, residual, WIDTH: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+    out, y, residual, experts, WIDTH: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sums COLUMNS columns of one token. PIECES: rows have a multiple of 8 elements and start at multiples of 16 bytes."""
@@ -41,6 +42,11 @@ def sum_rows(
     slots = ()
     for s in tl.static_range(TOP_K):
         slots += (tl.load(row_of(y, token * TOP_K + s, STRIDE, PIECES) + i, mask=i < WIDTH, other=0.0),)
+    if experts is not None:  # rows of y are loaded in any case, so that their loads need not wait for those of `experts`
+        present = ()
+        for s in tl.static_range(TOP_K):
+            present += (tl.where(tl.load(experts + token * TOP_K + s) >= 0, slots[s], 0.0),)
+        slots = present
     if residual is not None:
         before = tl.load(row_of(residual, token, STRIDE, PIECES) + i, mask=i < WIDTH, other=0.0)
     total = slots[0].to(tl.float32)
@@ -62,9 +68,10 @@ class SumSlotsPlan:
         # By default ptxas uses 32 registers, and then adds the first slots before it loads the last ones.
         self.launch = Launcher(sum_rows, (tokens, -(-width // COLUMNS), 1), 4, overlap=overlap, registers=REGISTERS)
 
-    def __call__(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        """Returns the sums [T, N]; all tensors on the current device."""
+    def __call__(self, y: Tensor, residual: Tensor | None, experts: Tensor | None = None) -> Tensor:
+        """Returns the sums [T, N]; all tensors on the current device. A plan is called either always or never with a residual,
+        and either always or never with experts."""
         out = torch.empty((self.tokens, self.width), dtype=y.dtype, device=y.device)
         if self.tokens and self.width:
-            self.launch(out, y, residual, *self.constants)
+            self.launch(out, y, residual, experts, *self.constants)
         return out

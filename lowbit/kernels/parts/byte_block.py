@@ -1,4 +1,4 @@
-"""A block of 4 warps that multiplies 8-bit x by 64 rows of w with mma.sync: copies, reads and scales of 128 k.
+"""A block of 4 warps that multiplies 8-bit x by 64 rows of w with mma.sync: copies, reads and scales of 128 columns of K.
 
 The functions take the configuration C of a kernel, which is a `ByteBlock`.
 """
@@ -21,8 +21,8 @@ WORD_TILES = gl.constexpr(TILES)
 
 
 class ByteBlock(Warps, ByteTypes):
-    """Base class of configurations. `narrow` is the format of codes of fewer than 8 bits, "" for 8 bits; a block has `columns`
-    tokens and `stages` of 128 k."""
+    """Base class of configurations. `narrow` is the format of codes of fewer than 8 bits, "" for 8 bits. A block has `columns`
+    tokens and `stages` stages of 128 columns of K."""
 
     narrow: str
     w_type: torch.dtype
@@ -56,7 +56,7 @@ class ByteBlock(Warps, ByteTypes):
 
     @property
     def promote(self) -> bool:
-        """True if 128 k are summed separately and added to fp32 totals."""
+        """True if sums over 128 columns of K are computed separately and added to fp32 totals."""
         return self.grouped or self.block_scale or self.x_scale == "block"
 
     @property
@@ -91,8 +91,9 @@ class ByteBlock(Warps, ByteTypes):
 
 @aggregate
 class ScaledSource:
-    """Addresses of x and w, their row strides, and the rows of each from the block's first on; of narrow codes the first row
-    block, the number of row blocks and of tiles of 64 k; the number of k, a multiple of 16."""
+    """Addresses of x and w, their row strides, and the number of rows of each from the block's first row on. For narrow codes
+    also the first row block and the numbers of row blocks and of tiles (64 columns of K). `ks`: number of columns of K, a
+    multiple of 16."""
 
     x: Scalar
     x_stride: Scalar
@@ -108,7 +109,7 @@ class ScaledSource:
 
 @gluon.jit
 def copy_rows(source, stride, shared, k, rows_exist, k_exist, COUNT: gl.constexpr, C: gl.constexpr):
-    """Starts to copy 128 k of some rows; rows that do not exist become zeros."""
+    """Starts to copy 128 columns of K of some rows; rows that do not exist become zeros."""
     rows = gl.arange(0, COUNT, gl.SliceLayout(1, C.copy_layout))
     columns = k + gl.arange(0, BLOCK, gl.SliceLayout(0, C.copy_layout))
     at = source + rows.to(gl.int64)[:, None] * stride + columns[None, :]
@@ -117,13 +118,13 @@ def copy_rows(source, stride, shared, k, rows_exist, k_exist, COUNT: gl.constexp
 
 @gluon.jit
 def copy_words(source, shared, slot, group, plane: gl.constexpr, C: gl.constexpr):
-    """Starts to copy 128 k of a plane of narrow codes."""
+    """Starts to copy 128 columns of K of a plane of narrow codes."""
     LAYOUT: gl.constexpr = ptx(C.words_layout, plane)
     WORDS: gl.constexpr = ptx(C.dequantizer.plane_words, plane) * 32
     COUNT: gl.constexpr = WORDS * WORD_TILES
     WARPS: gl.constexpr = C.warps
     row_block = source.first_row_block + gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
-    row_block = gl.minimum(row_block, source.row_blocks - 1)  # row blocks beyond the last are computed, not stored
+    row_block = gl.minimum(row_block, source.row_blocks - 1)  # row blocks beyond the last one are computed but not stored
     word = gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
     tile = group * WORD_TILES + word // WORDS
     inside = tile * (32 * C.dequantizer.bits) + word % WORDS + ptx(C.dequantizer.plane_start, plane)
@@ -143,7 +144,7 @@ def read_plane(shared, slot, plane: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def read_words(shared, slot, C: gl.constexpr):
-    """Reads a lane's words of 128 k."""
+    """Reads a lane's words of 128 columns of K."""
     PLANES: gl.constexpr = C.planes
     first = ()
     second = ()
@@ -156,7 +157,7 @@ def read_words(shared, slot, C: gl.constexpr):
 
 @gluon.jit
 def block_scale_of(x_scale, scale, group, groups, stride, tokens, channels, M, N, C: gl.constexpr):
-    """Returns the scales of the sums of 128 k."""
+    """Returns the scales of the sums over 128 columns of K."""
     factor = gl.full([C.rows, C.columns], 1.0, gl.float32, C.accumulator)
     if C.x_scale == "block":
         factor = factor * gl.load(x_scale + tokens.to(gl.int64) * groups + group, mask=tokens < M, other=0.0)[None, :]

@@ -5,8 +5,8 @@ the sums that it receives to its own sums of the other half.
 
 A thread writes its sums into the other block's stages, which are no longer read. The thread with the same index in the other
 block reads them. So the layout stays the same, and `st.async` stores four sums at a time. Each block has two barriers after
-those of the stages: `writable`, 1 arrival from each warp of the other block, says that its stages may be overwritten;
-`received` counts bytes of sums.
+those of the stages. `writable` completes after 1 arrival from each warp of the other block, whose stages may then be
+overwritten. `received` completes when all bytes of the other block's sums have arrived.
 
 One barrier of the cluster makes sure that both blocks have initialised these barriers. Every warp of a block arrives at it,
 also warps without work. No arrival here has release semantics at cluster scope, since that would be a fence of the whole GPU.
@@ -54,12 +54,12 @@ class ClusterExchange:
 
     @property
     def wait_writable(self) -> str:
-        """Waits until the other block's stages may be written."""
+        """PTX that waits until the other block's stages may be written."""
         return self._wait(0)
 
     @property
     def wait_received(self) -> str:
-        """Waits until all sums of the other block have arrived."""
+        """PTX that waits until all sums of the other block have arrived."""
         return self._wait(8)
 
     def _wait(self, offset: int) -> str:

@@ -154,7 +154,7 @@ def compiled(kernels: Sequence[RecordedKernel], sm: int) -> Iterator[int]:
     each. After the first kernel that is missing in Triton's cache on disk, worker processes compile the rest."""
     for number, each in enumerate(kernels):
         yield number
-        with misses() as missing:  # not the time: a process's first kernel always takes long
+        with misses() as missing:  # a miss is not detected by its time, since a process's first kernel always takes long
             compile_one(each)
         left = kernels[number + 1 :]
         if missing and len(left) >= FEW:
@@ -168,8 +168,8 @@ def compiled(kernels: Sequence[RecordedKernel], sm: int) -> Iterator[int]:
 def main(sm: int, sockets: Sequence[int]) -> None:
     """Entry point of the first process: imports what compilation needs once, then forks a worker for each of `sockets` (file
     descriptors). Workers read pickled kernels line by line and answer each with a line; an error ends the worker. This process
-    ignores SIGTERM, and reaps the workers and the compiler processes that an ended worker leaves. Its only other threads are
-    those of NumPy's OpenBLAS, which stops them at a fork."""
+    ignores SIGTERM, and reaps the workers and the compiler processes that an ended worker leaves. It can fork safely: its only
+    other threads are those of NumPy's OpenBLAS, which stops them at a fork."""
     without_gpu(sm)
     if hasattr(libc := ctypes.CDLL(None), "prctl"):
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -178,7 +178,7 @@ def main(sm: int, sockets: Sequence[int]) -> None:
         if os.fork() == 0:
             try:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                for other in sockets[number + 1 :]:  # workers detect a close once no process has the socket
+                for other in sockets[number + 1 :]:  # a worker detects a close only when no other process has its socket
                     os.close(other)
                 _compile_for(mine)
             finally:

@@ -1,8 +1,8 @@
 """Dequantization of one tile as PTX: the words of 16 rows x 64 columns of K -> scaled operand A of wgmma or mma.sync
 (parts/operand.py).
 
-Each thread holds a row pair (g, g + 8) of its warp's m16 row block. Registers 0 to 15 belong to four k16 steps, in the order of
-hardware/mma.py.
+A thread, lane 4g + t of its warp, holds the row pair (g, g + 8) of the warp's m16 row block. Registers 0 to 15 belong to four
+k16 steps, in the order of hardware/mma.py.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Dequantizer(CodePlanes):
 
     @property
     def _in_float32(self) -> bool:
-        """True if codes are scaled in float32: fp16 scales have more digits than bf16."""
+        """True if codes are scaled in float32, since fp16 scales have more significant bits than bf16."""
         return self.dtype == "bf16" and self.scale_dtype == "fp16" and not self._in_two_parts
 
     @property
@@ -266,7 +266,7 @@ class Dequantizer(CodePlanes):
         if self.masked:
             return self._prepare_subnormal(words[0], name)
         factors = {"scale": self.conversion.scale_factor}
-        if self.zero != "none":  # converted codes are too small; so is an integer zero, but not a float zero
+        if self.zero != "none":  # converted codes are too small: an integer zero is made as small, a float zero is not
             factors["zero"] = 1 / self.conversion.scale_factor if self.zero == "integer" else 1.0
         if self._in_two_parts:
             return self._prepare_two_parts(words, name, factors)
@@ -283,8 +283,8 @@ class Dequantizer(CodePlanes):
         return lines
 
     def _prepare_subnormal(self, word: str, name: dict[str, str]) -> list[str]:
-        """Computes f * 2^-up (for bf16: f * 2^(109 - up)) and -offset * f * 2^-24, where f is the stored scale. All are
-        exact."""
+        """Computes f * 2^-up (for bf16: f * 2^(109 - up)) and -offset * f * 2^-24, where f is the stored scale and `up` that of
+        `SubnormalCodes`. All are exact."""
         lines = ["{ .reg .b32 f;", f"mov.b32 f, {word};"]
         if self.scale_dtype != self.dtype:
             lines.append(_PAIR_TO_FP16)
@@ -327,7 +327,7 @@ class Dequantizer(CodePlanes):
                 continue
             if self.zero == "integer":
                 lines.append(self._sub(f"a{i}", name[f"zero_{row}"]))
-            if self._in_two_parts:  # exact before the one rounding of the sum
+            if self._in_two_parts:  # code * low is exact; only the sum is rounded
                 lines.append(self._mul("t", f"a{i}", name[f"low_{row}"]))
                 lines.append(self._fma(f"a{i}", f"a{i}", name[f"high_{row}"], "t"))
             else:

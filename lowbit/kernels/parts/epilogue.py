@@ -20,6 +20,7 @@ from typing import Literal
 
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.parts.gluon import gl, gluon
+from lowbit.kernels.parts.lora_epilogue import LoraTerms
 
 Gate = Literal["none", "silu", "gelu_tanh", "clamped_swiglu"]
 
@@ -33,7 +34,7 @@ class Epilogue:
 
     `norm_parts`: partial sums of squares per token, of which the norm computes its RMS; 0: no norm. `h_type`: type of the
     residual h that y is added to; None: no residual. The residual excludes norm and gate (ValueError). `bias_of_tokens`: the
-    bias is [M, N], written by an earlier kernel, instead of [N].
+    bias is [M, N], written by an earlier kernel, instead of [N]. `lora`: what adapters add after the bias; None: nothing.
     """
 
     channel_scale: bool
@@ -42,6 +43,7 @@ class Epilogue:
     gate: Gate = "none"
     h_type: HalfType | None = None
     bias_of_tokens: bool = False
+    lora: LoraTerms | None = None
 
     def __post_init__(self) -> None:
         if self.residual and (self.norm_parts or self.gate != "none"):
@@ -55,7 +57,7 @@ class Epilogue:
     @property
     def plain(self) -> bool:
         """True if nothing but scales and a bias of channels is applied."""
-        return not (self.residual or self.norm_parts or self.gate != "none" or self.bias_of_tokens)
+        return not (self.residual or self.norm_parts or self.gate != "none" or self.bias_of_tokens or self.lora)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""All differences between Triton versions, from 3.6 to the newest: Gluon under one set of names.
+"""Gluon under one set of names for all supported versions of Triton, from 3.6 on. Code that depends on the version is here.
 
 Kernels import `gluon`, `gl` and the names below from here. Importing it needs Triton but no GPU.
 """
@@ -161,8 +161,8 @@ def prefetch_descriptor(descriptor, kernel, _semantic=None):
 def wait_alone(sums, pending, _semantic=None):
     """Waits until at most `pending` wgmma groups of this warpgroup are unfinished, and returns the sums.
 
-    `warpgroup_mma_wait` of Triton 3.9 also synchronises all warps of the block: a deadlock where warpgroups take different
-    branches.
+    `warpgroup_mma_wait` of Triton 3.9 also synchronises all warps of the block, which would be a deadlock where warpgroups take
+    different branches.
     """
     kind = getattr(sums.type, "tensor_type", sums.type)  # sums of unfinished products have a special type
     count = math.prod(int(size) for size in kind.shape) // (32 * int(math.prod(kind.layout.warps_per_cta)))

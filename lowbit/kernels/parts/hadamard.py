@@ -1,9 +1,10 @@
 """x H for each BLOCK elements of a row in the registers of a thread block (parts/rows.py): log2(BLOCK) butterfly steps.
 
-Exact   x is first divided by sqrt(BLOCK), a power of 2. Then each step computes a + b and a - b in float32 for elements 1, 2,
-        4, .. apart, in this order, so results have the same bits for every block shape and number of rows
-Moves   steps within the VECTOR elements of a thread move no data; the other steps take one shuffle per element Tested:
-        tests/kernels/elementwise/test_rotate.py
+Exact   x is first divided by sqrt(BLOCK), a power of 2. Then each step replaces pairs of elements a, b by a + b and a - b, in
+        float32. The elements of a pair are 1, 2, 4, .. apart, in this order of steps. So results have the same bits for every
+        block shape and number of rows
+Moves   steps within the VECTOR elements of a thread move no data; the other steps take one shuffle per element
+Tested  tests/kernels/elementwise/test_rotate.py
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Tensors are float32 [128, C.elements], 8 or 16 elements per thread; elements bey
 configuration, with the attention shape as `C.shape`. Elements of a thread are combined in registers, those of a row by
 shuffles, so there is no barrier.
 
-Exact   a rotation adds in the order of formats/kv.py, codes are rounded as there but for ties, where the compiler fuses a
-        product with the sum that rounds it; tests: tests/kernels/parts/test_head_rows.py
+Exact   a rotation adds in the order of formats/kv.py. Codes are those of formats/kv.py to the last bit.
+        Tests: tests/kernels/parts/test_head_rows.py
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def element_index(C: gl.constexpr):
 
 @gluon.jit
 def partner(d, C: gl.constexpr):
-    """Returns the element that element d is turned with by RoPE; d itself for elements that are not turned."""
+    """Returns the element with which RoPE rotates element d; d itself for elements that RoPE does not rotate."""
     HALF: gl.constexpr = C.shape.rotary_dim // 2
     other = gl.where(d < HALF, d + HALF, gl.where(d < 2 * HALF, d - HALF, d))
     if HALF % 8 == 0:
@@ -87,8 +87,8 @@ def partner(d, C: gl.constexpr):
 
 @gluon.jit
 def angles(cos_sin, position, d, C: gl.constexpr):
-    """Returns cos and signed sin (negative in the first half of the turned elements) at a position; 1 and 0 for elements that
-    are not turned."""
+    """Returns cos and signed sin (negative in the first half of the elements that RoPE rotates) at a position; 1 and 0 for
+    elements that RoPE does not rotate."""
     HALF: gl.constexpr = C.shape.rotary_dim // 2
     at = cos_sin + (position.to(gl.int64) * C.shape.rotary_dim + gl.where(d < HALF, d, d - HALF))
     cos = gl.load(at, mask=d < 2 * HALF, other=1.0)
@@ -134,7 +134,7 @@ def within(x, apart: gl.constexpr):
 
 @gluon.jit
 def rotated(x, C: gl.constexpr):
-    """Multiplies rows by the Hadamard matrix of the head's largest power of two, block by block."""
+    """Multiplies heads by a Hadamard matrix, block by block. A block is the largest power of two that divides the head."""
     STEPS: gl.constexpr = C.rotation_steps
     LAYOUT: gl.constexpr = C.rows_layout
     thread = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -163,7 +163,8 @@ def row_codes(x, scale, fmt: gl.constexpr):
     """Returns codes int32 of rows with scales fp16 [128]."""
     wide = scale.to(gl.float32)
     inverse = gl.where(wide > 0, gl.div_rn(gl.full_like(wide, 1.0), wide), 0.0)
-    # Only products of integers precede a sum, with which the compiler would fuse them.
+    # For the integer formats `rounded` adds to this product. The compiler would fuse a plain product with that addition; a fma
+    # with 0 is rounded on its own.
     ratio = x * inverse[:, None] if fmt == "fp8" else gl.fma(x, inverse[:, None], 0.0)
     if fmt == "int4":
         return gl.minimum(gl.maximum(rounded(ratio + 7.5), 0), 15)
@@ -175,7 +176,7 @@ def row_codes(x, scale, fmt: gl.constexpr):
 
 @gluon.jit
 def rounded(x):
-    """Returns the nearest integers, ties to even, of numbers below 2^22; anything for others."""
+    """Returns the nearest integers, ties to even, of numbers below 2^22. Results for larger numbers are meaningless."""
     return (x + MAGIC).to(gl.int32, bitcast=True) - MAGIC_BITS
 
 

@@ -26,9 +26,11 @@ DENSE = "dense"
 
 
 RAW_ROWS = {4: 16.0, 8: 1.0}
-"""By bits: the factor of rows g + 8 of raw codes. Bytes of 4-bit codes have those of rows g in their lower halves, which are
-masked. As codes of rows g + 8 whole bytes are multiplied, code of g + 16 * code of g + 8, from whose sums those of rows g are
-subtracted: four operations for 8 codes. 8 bits are moved to bits 0 to 7 of a half."""
+"""By bits of a code: the factor by which sums of raw codes are too large in rows g + 8.
+
+A byte of 4-bit codes has the code of row g in its lower half and that of row g + 8 in its upper half. For row g the lower half
+is masked. For row g + 8 the whole byte is multiplied, which is code of g + 16 * code of g + 8, and the sum of row g is
+subtracted later. So 8 codes take four operations. 8-bit codes are moved to bits 0 to 7 of a half."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,11 @@ class KBlock:
     (w = (code - zero) * scale) or "float" (w = code * scale + zero).
 
     `raw`: a masked code is multiplied as the subnormal fp16 number code * 2^-24, and sums begin at -offset times the sum of x
-    (`takes_raw`). It saves a third of the instructions, but needs sums of x, as zeros do: for kernels that compute these once
-    for many row blocks. `chains`: 2 splits the matrix instructions of a group into two sums, since each waits for the one
-    before: for kernels with few warps.
+    (`takes_raw`). This saves a third of the instructions, but needs sums of x, as zeros do. It is for kernels that compute
+    these sums once for many row blocks.
+
+    `chains`: with 2, the matrix instructions of a group are divided into two sums. Each instruction waits for the previous one
+    of its sum, so two sums help kernels with few warps.
     """
 
     format: str
@@ -56,8 +60,9 @@ class KBlock:
 
     @staticmethod
     def takes_raw(fmt: str, dtype: HalfType, group: int, zero: str) -> bool:
-        """Returns whether codes of a format can be raw: symmetric integers of 8 bits, or of 4 bits with scales of groups, by
-        which the factors of rows are undone; x in fp16. Products of bf16's subnormal numbers would leave float32's range."""
+        """Returns whether codes of a format can be raw. They must be symmetric integers of 8 bits, or of 4 bits with group
+        scales, which undo the factors RAW_ROWS. x must be fp16, since products of bf16's subnormal numbers would leave
+        float32's range."""
         if fmt == DENSE or dtype != "fp16" or zero != "none":
             return False
         number = number_format(fmt)
@@ -120,15 +125,16 @@ class KBlock:
 
     @property
     def sums(self) -> int:
-        """Number of sums of x per lane for each group, which zero points and raw codes need. Zero points: those of two tokens
-        per n8 tile. Raw codes: what their sums begin at, for rows g and g + 8 of two tokens."""
+        """Number of sums of x per lane, over all groups; zero points and raw codes need them. For zero points these are the
+        sums of two tokens per n8 tile and group. For raw codes they are the initial values of accumulators: for rows g and g +
+        8 of two tokens."""
         if self.raw:
             return self.accumulators * max(self.groups, 1)
         return 2 * self.n8_tiles * max(self.groups, 1) if self.zero != "none" else 0
 
     @property
     def raw_offsets(self) -> tuple[int, int]:
-        """Offsets of raw codes of rows g and of rows g + 8, whose sums begin at -offset * 2^-24 times the sum of x."""
+        """Offsets of raw codes of rows g and of rows g + 8. Sums of raw codes begin at -offset * 2^-24 times the sum of x."""
         offset = 1 << (self.bits - 1)
         return offset, offset * 17 if self.bits == 4 else offset
 
@@ -241,14 +247,14 @@ class KBlock:
 
     def _scale(self, group: int, out: list[str], scales: list[str], sums: list[str], acc: list[str]) -> list[str]:
         """Adds the group's sums times its scales to the accumulators. Of a lane's 4 accumulators per n8 tile, number i is in
-        row g + 8 * (i / 2)."""
+        row g + 8 * (i // 2)."""
         words = scales[group * self.pair_bytes // 4 :][: self.pair_bytes // 4]
         lines = _widen("s", words[0], self.scale_dtype)
         if self.raw and RAW_ROWS[self.bits] != 1:
             lines.append(f"mul.f32 s1, s1, {float_constant(1 / RAW_ROWS[self.bits])};")
         if self.zero != "none":
             lines += _widen("z", words[1], self.scale_dtype)
-            if self.factor != 1:  # the epilogue multiplies all sums by the factor, but zeros have their true size already
+            if self.factor != 1:  # the epilogue multiplies all sums by the factor; zeros are not too small
                 lines += [f"mul.f32 z{row}, z{row}, {float_constant(1 / self.factor)};" for row in (0, 1)]
         for n8_tile in range(self.n8_tiles):
             for i in range(4):

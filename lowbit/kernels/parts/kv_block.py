@@ -1,10 +1,11 @@
 """32 tokens of packed keys and values as PTX: words (pack/kv_pages.py) -> halves -> mma.sync, for up to 8 query heads.
 
 Both products have the packed codes as operand A, so none of its rows is padding: s^T [tokens, heads] = K q^T and y^T
-[elements, heads] += V^T p^T. Codes become halves without arithmetic. Integers are the subnormal numbers that a mask leaves,
-code * 2^-24, or code * 2^-20 where 4-bit codes are 4 bits higher; their offset is subtracted from sums. The bits of e4m3 moved
-to the exponent and mantissa of fp16 are the value * 2^-8. No code becomes an infinity or NaN, so memory that was never written
-does no harm where a token has weight 0.
+[elements, heads] += V^T p^T. Codes become halves without arithmetic. A masked integer code is the subnormal number code *
+2^-24, or code * 2^-20 for 4-bit codes that are 4 bits higher in their half. Offsets of integer codes are subtracted from sums.
+The bits of an e4m3 code, moved to the exponent and mantissa of fp16, are the value * 2^-8. No code becomes an infinity or NaN,
+so memory that was never written does no harm where a token has weight 0. Below, lane 4g + t is in lane group g and has index t
+in it.
 Source  "Matrix Fragments for mma.m16n8k16" and movmatrix: PTX ISA; tests: tests/kernels/parts/test_kv_block.py
 """
 
@@ -78,7 +79,7 @@ class KVBlock:
 
     @property
     def accumulators(self) -> int:
-        """Number of accumulators of y per lane: element 16x + g and 16x + 8 + g, each of heads 2t and 2t + 1, for each x."""
+        """Number of accumulators of y per lane: elements 16i + g and 16i + 8 + g of heads 2t and 2t + 1, for each i."""
         return self.head_dim // 4
 
     @property
@@ -88,7 +89,7 @@ class KVBlock:
 
     @property
     def q_odd(self) -> float:
-        """Factor for the odd words of q, whose codes are multiplied by 16 in 4 bits."""
+        """Factor for the odd words of q. With int4, the codes that they are multiplied by are 16 times too large."""
         return 1 / 16 if self.k == "int4" else 1.0
 
     @property
@@ -106,7 +107,7 @@ class KVBlock:
 
     def load_asm(self, vectors: int) -> str:
         """PTX that loads a lane's words and the scales of its 4 tokens. Outputs: words, 2 words of scales. Inputs: address of
-        the words, of the scales, 1 to load or 0 to leave all undefined. Vectors are 512 bytes apart."""
+        the words, address of the scales, 1 to load or 0 to leave all outputs undefined. Vectors are 512 bytes apart."""
         words, scales, (at, scales_at, some) = operands_of(4 * vectors, 2, 3)
         lines = [".reg .pred some;", f"setp.ne.s32 some, {some}, 0;"]
         lines += [f"@some ld.global.L1::no_allocate.v2.b32 {{{', '.join(scales)}}}, [{scales_at}];"]
@@ -158,8 +159,8 @@ class KVBlock:
 
     @property
     def start_asm(self) -> str:
-        """PTX that returns the first values of the accumulators of scores, minus the offset of codes times the sum of q, for
-        heads 2t and 2t + 1. Inputs: words of q."""
+        """PTX that returns the initial values of the accumulators of scores for heads 2t and 2t + 1: the negative of the codes'
+        offset times the sum of q. Inputs: words of q."""
         out, q = operands_of(2, self.q_words)
         if self.k == "fp8":
             return "{\n" + "\n".join(f"mov.f32 {register}, 0f00000000;" for register in out) + "\n}"
@@ -187,7 +188,7 @@ class KVBlock:
     @property
     def value_asm(self) -> str:
         """PTX of y = y * fade + V^T p^T. Outputs: accumulators, sums of p of heads 2t and 2t + 1. Inputs: words of values, p of
-        head g and tokens 8r + 2t and 8r + 2t + 1 by r, factors `fade` of heads 2t and 2t + 1, the outputs before."""
+        head g and tokens 8r + 2t and 8r + 2t + 1 by r, factors `fade` of heads 2t and 2t + 1, the previous outputs."""
         floats = self.accumulators + 2
         out, words, p, fade, before = operands_of(floats, 4 * self.v_vectors, OCTETS, 2, floats)
         lines = [f"mul.f32 {register}, {before[i]}, {fade[i % 2]};" for i, register in enumerate(out)]

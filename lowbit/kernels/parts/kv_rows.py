@@ -1,8 +1,7 @@
 """Rows of packed keys and values in plain Triton: rotation, scale, codes, and the places of bytes in pages (pack/kv_pages.py).
 
-Tensors are [rows, lanes], lanes a power of two; elements beyond the head are zero. `C` is a `KVRows`. Rotation, scales and
-codes are those of formats/kv.py for equal rows, to the last bit but for ties of codes: the compiler may fuse a product with the
-sum that rounds it.
+Tensors are [rows, lanes], where the number of lanes is a power of two; elements beyond the head are zero. `C` is a `KVRows`.
+For equal rows, rotation, scales and codes have the same bits as those of formats/kv.py.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ class KVRows:
 
 @triton.jit
 def hadamard(x, C: tl.constexpr):
-    """Multiplies rows by the Hadamard matrix of the head's largest power of two, block by block; its own inverse."""
+    """Multiplies rows by a Hadamard matrix, block by block; this is its own inverse. A block is the largest power of two that
+    divides the head."""
     ROWS: tl.constexpr = x.shape[0]
     LANES: tl.constexpr = x.shape[1]
     STEPS: tl.constexpr = C.rotation_steps
@@ -78,7 +78,7 @@ def scale_of(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def nearest(x):
-    """Returns the nearest integers, ties to even, of numbers below 2^22; anything for others."""
+    """Returns the nearest integers, ties to even, of numbers below 2^22. Results for larger numbers are meaningless."""
     return (x + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
 
 
@@ -87,7 +87,8 @@ def codes_of(x, scale, FORMAT: tl.constexpr):
     """Returns codes int32 of rows with scales fp16 [rows]."""
     wide = scale.to(tl.float32)
     inverse = tl.where(wide > 0, tl.div_rn(1.0, wide), 0.0)
-    # Only products of integers precede a sum, with which the compiler would fuse them.
+    # For the integer formats `nearest` adds to this product. The compiler would fuse a plain product with that addition; a fma
+    # with 0 is rounded on its own.
     ratio = x * inverse[:, None] if FORMAT == "fp8" else tl.fma(x, inverse[:, None], 0.0)
     if FORMAT == "int4":
         return tl.minimum(tl.maximum(nearest(ratio + 7.5), 0), 15)
@@ -115,8 +116,8 @@ def values_of(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def byte_place(place, d, FORMAT: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Returns the index, within a page of a head, of the byte with the code of element d of token `place`; of 4-bit codes, the
-    byte whose lower half has it."""
+    """Returns the index, within a page of a head, of the byte with the code of element d of token `place`. For 4-bit codes, d
+    must be an element whose code is in the lower half of its byte (`low_elements`)."""
     W: tl.constexpr = 1 if FORMAT == "int4" else 2  # words of a lane for 8 elements of a token
     CHUNKS: tl.constexpr = C.packed_dim // 32
     octet, inside, chunk = place % 32 // 8, place % 8, d // 8
@@ -146,8 +147,8 @@ def scale_place(place):
 
 @triton.jit
 def low_elements(LANES: tl.constexpr, FORMAT: tl.constexpr, VALUES: tl.constexpr):
-    """Returns the element of each byte of a row, of 4-bit codes that of its lower half: the other is 8 (values) or 2 (keys)
-    higher."""
+    """Returns the element of each byte of a row. A byte of 4-bit codes has two elements: the returned one in its lower half,
+    and in its upper half the one 8 (values) or 2 (keys) higher."""
     if FORMAT != "int4":
         return tl.arange(0, LANES)
     else:

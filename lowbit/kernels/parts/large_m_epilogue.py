@@ -24,6 +24,7 @@ from lowbit.kernels.parts.gluon import (
     tma_load,
     tma_store,
 )
+from lowbit.kernels.parts.lora_epilogue import LoraArgs, add_terms, prefetch_tile
 from lowbit.kernels.parts.prologue import wait_for_previous_kernel
 from lowbit.kernels.parts.scaled_epilogue import put
 from lowbit.kernels.parts.tile import Warpgroups
@@ -72,7 +73,7 @@ class LargeMEpilogueArgs:
 class ResidualStream:
     """Inputs and outputs of norm and residual: `squares` [parts, M] float32, read by the norm or written for the next one; h
     with its tile in shared memory and the barrier of its copy; gamma of the next norm; `sums` [SUMS, tokens] in shared
-    memory."""
+    memory. `lora`: the adapters' terms."""
 
     squares: Scalar
     inverse_width: Scalar
@@ -83,12 +84,13 @@ class ResidualStream:
     h_tile: gl.shared_memory_descriptor
     h_there: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
+    lora: LoraArgs
 
 
 @gluon.jit
-def prefetch_rows(epilogue_args, stream, first_row, N, C: gl.constexpr):
-    """Prefetches scales, biases and gamma of a tile's rows into L2 during the main loop; else the epilogue would load from
-    memory."""
+def prefetch_rows(epilogue_args, stream, first_row, first_token, N, M, C: gl.constexpr):
+    """Prefetches scales, biases, gamma and adapters of a tile's rows into L2 during the main loop; else the epilogue would load
+    from memory."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     row = gl.minimum(first_row + thread * 8 % C.rows, N - 1)  # memory sectors have 32 bytes
     if C.epilogue.channel_scale:
@@ -97,6 +99,8 @@ def prefetch_rows(epilogue_args, stream, first_row, N, C: gl.constexpr):
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.bias + row])
     if C.epilogue.residual:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [stream.gamma + row])
+    if C.epilogue.lora is not None:
+        prefetch_tile(stream.lora, first_row, first_token, N, M, C)
 
 
 @gluon.jit
@@ -105,7 +109,7 @@ def load_epilogue_inputs(stream, first_row, first_token, M, C: gl.constexpr):
     if C.epilogue.norm_parts > 0:
         wait_for_previous_kernel()
         load_squares(stream, first_token, M, C)
-    if C.epilogue.bias_of_tokens:
+    if C.epilogue.bias_of_tokens or C.epilogue.lora is not None:
         wait_for_previous_kernel()
     if C.epilogue.residual:
         wait_for_previous_kernel()
@@ -224,6 +228,8 @@ def apply_epilogue(out, sums, epilogue_args, stream, row_tile, first_row, first_
     if C.epilogue.norm_parts > 0:
         sums = sums * rms_factors(stream, C)[None, :]
     sums = add_bias(sums, epilogue_args.bias, rows, out.N, first_token, out.M, C)
+    if C.epilogue.lora is not None:
+        sums = add_terms(sums, stream.lora, first_row, first_token, out.N, out.M, C)
     if C.epilogue.residual:
         add_to_residual(out, sums, stream, row_tile, first_row, first_token, C)
     elif C.epilogue.gate != "none":

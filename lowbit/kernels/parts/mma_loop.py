@@ -29,12 +29,12 @@ from lowbit.kernels.parts.tile_stage import StageCopy, TileStage, commit, copy_v
 # Tested: tests/kernels/sm80/test_stage_order.py, tests/kernels/parts/test_mma_loop.py
 
 CHUNK = 32
-"""Number of a warp's tokens that are multiplied at a time (a chunk). Of three combinations with AHEAD, 32 and 4 was the fastest
-(H200, 2026-11-23, int4, M 1024, 8192 x 8192, 8 x 1 warps of 128 tokens)."""
+"""Number of a warp's tokens that are multiplied at a time (a chunk). Of three combinations of CHUNK and AHEAD, 32 with 4 was
+the fastest (H200, 2026-11-23, int4, M 1024, 8192 x 8192, 8 x 1 warps of 128 tokens)."""
 
 AHEAD = 4
-"""Largest number of x chunks that are read ahead of their multiplication. Their registers are those of one k16 step of 128
-tokens."""
+"""Largest number of x chunks that are read ahead of their multiplication. They take as many registers as x of 128 tokens for
+one k16 step."""
 
 STEPS = 4
 """Number of matrix instructions along K (k16 steps) in a stage."""
@@ -232,7 +232,7 @@ def reader_of_stages(C: gl.constexpr):
     """Returns the StageReader of a lane."""
     each = gl.arange(0, 32 * C.warps_n, C.lanes_layout)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
-    if C.warps_k > 1:  # the layout declares columns of warps equal; slices differ
+    if C.warps_k > 1:  # the layout assumes the same elements in all columns of warps, but their slices of K differ
         own = asm("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 5; }", "=r", [], gl.int32) % C.warps_k
         start += own * C.stage.slice_bytes
     return StageReader(each * 0 + start, each // 32, each & 31)
@@ -436,7 +436,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
                 registers = dequantized
                 dequantized = ()
         slot = following
-    # Copies of stages beyond K, which write zeros, may still be in flight to the shared memory in which y is transposed.
+    # The last prefetches lie beyond K and copy zeros. Wait for them: y is transposed in the shared memory that they write.
     run("cp.async.wait_group 0;\n mov.b32 $0, 0;", "=r", [])
     barrier()
     return of_slices(together(sums, CHUNKS, C), C)

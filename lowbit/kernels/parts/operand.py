@@ -1,11 +1,12 @@
 """Weights in registers as operand A: reads words of codes from shared memory, forms a matrix of dequantized registers, keeps
 them alive.
 
-Each lane holds a row pair (g, g + 8) of its warp's m16 row block; its 16 registers belong to four matrix instructions along K,
-in the order of hardware/mma.py: 64 columns of K as halves, or 128 as bytes. The functions take the configuration C of a kernel,
-which has `dequantizer` (parts/dequantize.py or parts/byte_dequantize.py), `rows`, `warps`, `threads`, `threads_layout`,
-`registers_layout` and `operand_layout`; for words from a pipeline also `stage_tiles`, `words_layout` and the fields that
-parts/pipeline.py needs.
+Lane 4g + t of a warp holds the row pair (g, g + 8) of its warp's m16 row block. Its 16 registers belong to four matrix
+instructions along K, in the order of hardware/mma.py: 64 columns of K as halves, or 128 as bytes.
+
+The functions take the configuration C of a kernel, which has `dequantizer` (parts/dequantize.py or parts/byte_dequantize.py),
+`rows`, `warps`, `threads`, `threads_layout`, `registers_layout` and `operand_layout`. For words from a pipeline it also has
+`stage_tiles`, `words_layout` and the fields that parts/pipeline.py needs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The pipeline of stages between the loader and the math warps, with its barriers as PTX.
 
-Barrier full[i] completes after 1 arrival and all bytes of stage i; empty[i] after 1 arrival from each reading warp. Triton's
-barrier operations first synchronise all warps of a role, so all would dequantize at the same time, then all wait for the tensor
-cores. The PTX here lets each warp wait and arrive separately. It needs the barriers' addresses, so the allocation must be the
-kernel's first, at offset 0.
+Barrier full[i] completes after 1 arrival and all bytes of stage i, barrier empty[i] after 1 arrival from each reading warp.
+Triton's barrier operations first synchronise all warps of a role. All warps would then dequantize at the same time, and
+afterwards all would wait for the tensor cores. The PTX here lets each warp wait and arrive separately. It needs the barriers'
+addresses, so the allocation must be the kernel's first, at offset 0.
 
 The functions take the configuration C of a kernel, which has `regions` with one for `barriers`, `stages`, `stage_bytes`,
 `threads` and `threads_layout`. A stage is identified by its index and the parity of its phase, which flips with every pass over
@@ -31,6 +31,11 @@ class StageBarriers:
         return self.start + 16 * self.stages
 
     @property
+    def arrivals(self) -> int:
+        """Number of arrivals after which a stage is empty."""
+        return self.readers
+
+    @property
     def init(self) -> str:
         """PTX that initialises all barriers; $1 is the thread's index among the reading warps. Each warp initialises some of
         them, because one thread alone is slow."""
@@ -39,7 +44,7 @@ class StageBarriers:
             lines += [
                 f"add.u32 number, warp, {first}; setp.lt.u32 p, number, {2 * self.stages}; setp.eq.and.u32 p, lane, 0, p;",
                 f"mov.u32 at, global_smem; mad.lo.u32 at, number, 8, at; setp.lt.u32 q, number, {self.stages};",
-                f"selp.b32 count, 1, {self.readers}, q; @p mbarrier.init.shared::cta.b64 [at+{self.start}], count;",
+                f"selp.b32 count, 1, {self.arrivals}, q; @p mbarrier.init.shared::cta.b64 [at+{self.start}], count;",
             ]
         return "{ .reg .pred q;\n" + "\n".join(lines) + "\nmov.b32 $0, 0; }"
 

@@ -73,17 +73,18 @@ class Requantize:
     def _add_residual(self, first: int) -> list[str]:
         """Adds t += residual * g. Two codes at a time become 16-bit floats exactly, then 32-bit ones.
 
-        An unsigned code n in the low bits of 16 is the subnormal n * 2^-24; g includes the factor, a power of two, so that the
-        fma rounds the same number. A signed code + 128 in the low bits of 1024 is 1152 + n.
+        An unsigned code n in the low bits of a half is the subnormal number n * 2^-24. The inverse of that factor, a power of
+        two, is multiplied into g, so the fma rounds the same number. For a signed code n, the byte n + 128 in the low bits of
+        the half 1024 gives 1152 + n, from which 1152 is subtracted.
         """
         if self.residual is None:
             return []
         g = f"${first + self.residual_words}"
         lines = [".reg .b16 h0, h1; .reg .f32 even, odd;"]
-        if self.residual == "u4":  # channels c and c + 4 are in one register; codes of odd c are multiplied by 16
+        if self.residual == "u4":  # channels c and c + 4 are in one register; codes of odd c are 4 bits higher
             pairs = [(first, c // 2, c % 2, (c, c + 4)) for c in range(4)]
             lines.append(f"mul.rn.f32 even, {g}, {float_constant(2.0**24)}; mul.rn.f32 odd, {g}, {float_constant(2.0**20)};")
-        else:  # channels c and c + 2; the sign is flipped
+        else:  # channels c and c + 2 are in one register; flipping the sign bit adds 128
             pairs = [(first + c // 4, c % 2, 0, (c, c + 2)) for c in (0, 1, 4, 5)]
             lines.append(f"mov.b32 even, {g};")
         columns = {channel: i for i, channel in enumerate(group_order(self.y))}

@@ -37,7 +37,8 @@ class Ring:
     slots: int = 0
 
     fenced = False
-    """True if the products of a pair begin before the slot three pairs later is waited for, by register fences."""
+    """True if register fences make a warp start the products of a (row block, k block) pair before it waits for the slot of the
+    pair three later."""
 
     def __post_init__(self) -> None:
         if self.iteration_blocks % self.depth or (self.depth > self.row_blocks and self.depth % self.row_blocks):
@@ -95,8 +96,8 @@ class Ring:
     # ---- PTX, for an address in shared memory that already includes the lane's offset
 
     def copy_codes(self, d: int) -> str:
-        """PTX that copies codes and scales. $1 ring + 16 lane, $2 ring + scale_copy * lane, $3 codes + 16 lane, $4 scales of
-        the lane, $5 lane, $6 tiles left."""
+        """PTX that copies codes and scales. Destinations: $1 ring + 16 lane, $2 ring + scale_copy * lane. Sources: $3 codes +
+        16 lane, $4 scales of the lane. $5 lane, $6 number of tiles left along K."""
         lines = [".reg .b32 left, size, scale_size; .reg .pred some, low;", "setp.lt.s32 low, $5, 16;"]
         size, scale_size = "", ""
         if self.tail:
@@ -117,13 +118,15 @@ class Ring:
 
     @property
     def skips_absent_tokens(self) -> bool:
-        """True if copies skip tokens that do not exist, instead of writing zeros for them. Not with 16 tokens: ptxas then
-        generates branches in the main loop, and int4, N = K = 8192, M 16 took 15.05 us instead of 14.29 (H200, 2026-11-23)."""
+        """True if copies skip tokens that do not exist, instead of writing zeros for them. With 16 tokens they write zeros,
+        since ptxas would generate branches in the main loop: int4, N = K = 8192, M 16 took 15.05 us instead of 14.29 (H200,
+        2026-11-23)."""
         return self.k_block.tokens == 8
 
     def copy_x(self, d: int, n8_tile: int) -> str:
-        """PTX that copies x. $1 ring + 16 (8 t + g) for lane 4 g + t, $2 address of row g of the n8 tile at column k + 8 t, $3
-        bytes of a copy (16, or 0 where the token does not exist), $4 number of columns of K from there on."""
+        """PTX that copies x. Operands in lane 4 g + t: $1 ring + 16 (8 t + g), $2 address of row g of the n8 tile at column
+        k + 8 t, $3 bytes of a copy (16, or 0 where the token does not exist), $4 number of columns of K from column k + 8 t
+        on."""
         only = "@token " if self.skips_absent_tokens else ""
         size = ", size" if self.tail or not self.skips_absent_tokens else ""
         lines = [".reg .b32 size; .reg .pred token, some;", "setp.ne.s32 token, $3, 0; mov.b32 size, $3;"]
@@ -135,8 +138,8 @@ class Ring:
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
 
     def clear_x(self, n8_tile: int) -> str:
-        """PTX that zeroes the rows of x that `copy_x` never writes, in all slots. $1 and $2 are `copy_x`'s operands $1 and
-        $3."""
+        """PTX that zeroes the rows of x that `copy_x` never writes, in all slots. Its operands $1 and $2 are the operands $1
+        and $3 of `copy_x`."""
         lines = [".reg .b32 nil; .reg .pred absent;", "mov.b32 nil, 0; setp.eq.s32 absent, $2, 0;"]
         for slot in range(self.x_slots):
             for i in range(4):
@@ -222,10 +225,10 @@ class RowRing(Ring):
     ragged: bool = False
 
     def copy_rows(self, d: int, slices: int) -> str:
-        """PTX that copies rows of w. $1 and $2: destination of vector c of row r, and of row r + 4, for lane 8 r + c. $3 and
-        $4: source of rows r and r + 8 of the warp's first row block at pair 0. $5 bytes between row blocks, $6 bytes of four
-        rows, $7 number of columns of K from the source of pair d on, $8 number of rows. k blocks of a warp are `slices`
-        apart."""
+        """PTX that copies rows of w. Operands in lane 8 r + c: $1 and $2 are the destinations of vector c of rows r and r + 4;
+        $3 and $4 are the sources of rows r and r + 8 of the warp's first row block at pair 0. $5 bytes between row blocks, $6
+        bytes of four rows, $7 number of columns of K from the source of pair d on, $8 number of rows. k blocks of a warp are
+        `slices` apart."""
         row_block, ahead = d % self.row_blocks, 256 * (d // self.row_blocks * slices)
         lines = [".reg .b32 size; .reg .b64 row0, row4, row8, row12; .reg .pred some;"]
         for row, base in ((0, 3), (8, 4)):
@@ -245,7 +248,7 @@ class RowRing(Ring):
         """PTX that waits until at most `pending` groups of copies are in flight, then reads the A fragments of the slot of pair
         d.
 
-        Inputs: for each of four pairs of vectors, the address of vector l / 16 of row l % 16 for lane l.
+        Inputs in lane l: for each of four pairs of vectors, the address of vector l // 16 of the pair, in row l % 16.
         """
         count = self.k_block.words
         lines = [f"cp.async.wait_group {pending};", "bar.warp.sync 0xffffffff;"]

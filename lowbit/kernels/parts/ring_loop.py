@@ -44,8 +44,8 @@ class RingBlock(Warps):
 
     @property
     def row_period(self) -> int:
-        """Number of successive outputs of a thread in which the order of rows is the same for all threads: a row block's
-        accumulators, 2 (two tokens of one row), or 0 if there is no common order."""
+        """Period of the order of rows among a thread's outputs, if that order is the same for all threads. It is the number of
+        a row block's accumulators, or 2 (two tokens of one row). 0: there is no common order."""
         together = 1 if self.epilogue.gate == "none" else 2
         outputs, vectors_per_row_block = self.outputs, self.ring.k_block.accumulators
         if outputs % vectors_per_row_block == 0 or (
@@ -55,13 +55,13 @@ class RingBlock(Warps):
         return 2 if together == 1 and outputs % 2 == 0 else 0
 
     def first_of_row(self, i: int) -> int:
-        """Index of a thread's first output within output i's period that has the same row as output i, in all threads; else
-        i."""
+        """Index of a thread's first output, within the period of output i, that is in the same row as output i in all threads.
+        Without a period it is i."""
         if self.row_period == 0:
             return i
         period = range(i // self.row_period * self.row_period, i + 1)
 
-        def half(j: int) -> int:  # row g of a row block or row g + 8
+        def half(j: int) -> int:  # 0 for row g of a row block, 1 for row g + 8
             return j % 2 if self.epilogue.gate != "none" else j // 2 % 2
 
         return next(j for j in period if half(j) == half(i))

@@ -1,8 +1,8 @@
 """Heads of q and k before attention: RMS norm of a head, RoPE in the rotate-half convention. Plain Triton.
 
-A head occupies a power of two of lanes; those beyond `head_dim` are zero. Of the first `rotary_dim` elements, i is rotated with
-i + rotary_dim / 2; the others are unchanged. `C` is the kernel's configuration, with the attention shape as `C.shape`. All
-values are float32.
+Lanes are the places of a head's elements in a tensor, not threads. Their number is a power of two, and those beyond `head_dim`
+are zero. RoPE rotates element i of the first `rotary_dim / 2` with element i + rotary_dim / 2; elements from `rotary_dim` on
+are unchanged. `C` is the kernel's configuration, with the attention shape as `C.shape`. All values are float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def partner(d, C: tl.constexpr):
     """Returns the lane that lane d is rotated with; d itself for lanes that are not rotated."""
     HALF: tl.constexpr = C.shape.rotary_dim // 2
     other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
-    if HALF % 8 == 0:  # 16-byte vectors stay contiguous, which the compiler cannot prove
+    if HALF % 8 == 0:  # promises contiguous vectors, which the compiler cannot prove
         other = tl.multiple_of(tl.max_contiguous(other, 8), 8)
     return other
 
@@ -61,7 +61,8 @@ def gammas(gamma, d, C: tl.constexpr):
 
 @triton.jit
 def normed(heads, others, gammas, C: tl.constexpr):
-    """Normalises heads [n, lanes] by their root mean square, times their gammas; and their partners."""
+    """Divides heads [n, lanes] and the partners of their elements by the heads' root mean square, and multiplies them by
+    gammas."""
     root = tl.rsqrt(tl.sum(heads * heads, 1) / C.shape.head_dim + C.shape.norm_eps)[:, None]
     return heads * root * gammas[0][None, :], others * root * gammas[1][None, :]
 

@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def row_of(base, row, stride, VECTORS: tl.constexpr):
-    """Returns the address of a row. The stride is given in units of 8 elements, so that the compiler can prove that vectors are
-    aligned."""
+    """Returns the address of a row. With VECTORS the stride counts units of 8 elements, so that the compiler can prove that
+    vectors are aligned; else it counts elements."""
     start = row.to(tl.int64) * stride
     if VECTORS:
         start = start * 8
@@ -74,7 +74,7 @@ def merged(total, squares, count, other_total, other_squares, other_count):
     """Merges the sums, sums of squared differences from the mean, and counts of two sets (Chan, Golub, LeVeque 1979). Unlike a
     variance from sums of x^2, this subtracts no large numbers from each other."""
     both = count + other_count
-    weight = tl.maximum(count * other_count * both, 1.0)  # not 0 where a set is empty
+    weight = tl.maximum(count * other_count * both, 1.0)  # avoids rsqrt(0) where a set is empty
     apart = (total * other_count - other_total * count) * tl.rsqrt(weight)
     return total + other_total, tl.fma(apart, apart, squares + other_squares), both
 
@@ -101,7 +101,7 @@ def moments(values, i, K: tl.constexpr, THREADS: tl.constexpr, STEP: tl.constexp
         apart += (difference,)
     squares = tl.sum(tl.reshape(squares_of(apart, CHUNKS), (WARPS, 32)), axis=1)
     total, squares, _ = tl.reduce((total, squares, count), 0, merged)
-    return tl.div_rn(total, K * 1.0), squares / K  # exact for equal elements: variance 0
+    return tl.div_rn(total, K * 1.0), squares / K  # the mean of equal elements is exact, so their variance is 0
 
 
 @triton.jit

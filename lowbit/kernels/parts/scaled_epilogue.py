@@ -78,7 +78,7 @@ def prefetch(epilogue_args, first_channel, N, C: gl.constexpr):
     """Prefetches scales and biases of a tile's channels into L2 during the main loop; else the epilogue would load from
     memory."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    channel = gl.minimum(first_channel + thread * 8 % C.tile_channels, N - 1)  # memory sectors have 32 bytes
+    channel = gl.minimum(first_channel + thread * 8 % C.tile_channels, N - 1)  # one channel per 32-byte sector
     if C.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [epilogue_args.channel_scale + channel])
     if C.bias:

@@ -61,7 +61,7 @@ def tile_at(index, tiles, C: gl.constexpr):
     C.token_group is 0 if there is only one token tile; the kernel then starts without divisions. For stream-K the split is the
     index itself, from which `iterations_of` computes the range of K.
     """
-    if C.token_group == 0:  # as PTX: else values derived from a constant are hoisted and kept in registers
+    if C.token_group == 0:  # PTX returns the 0: values derived from a constant would be hoisted and kept in registers
         return asm("mov.b32 $0, 0;", "=r", [], gl.int32), index // C.splits, index % C.splits
     if C.splits == 0:
         split = index
@@ -80,8 +80,8 @@ def tile_at(index, tiles, C: gl.constexpr):
 
 @gluon.jit
 def first_token_of(token_tile, tiles, C: gl.constexpr):
-    """First token of a token tile. With C.last_is_full the last tile begins earlier if that fills it, since TMA is slow on rows
-    that do not exist. Tokens that are in two tiles are then stored twice, with the same bits."""
+    """First token of a token tile. With C.last_is_full the last of several tiles begins early enough to be full, since TMA is
+    slow on rows that do not exist. Tokens that are in two tiles are then stored twice, with the same bits."""
     if C.last_is_full:
         return gl.minimum(token_tile * C.tile_tokens, gl.maximum(tiles.tokens - C.tile_tokens, 0))
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lowbit.kernels.parts.epilogue import gate_times_up
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, ptx, run
+from lowbit.kernels.parts.lora_epilogue import part_of, prefetch_b
 
 ADD_GROUPS = gl.constexpr(
     "{ .reg .f32 other; mov.f32 $0, $1;\n"
@@ -51,12 +52,14 @@ class ThreadCoordinates:
 @aggregate
 class SmallMEpilogueArgs:
     """`factor`: of all sums. `channel_scale` and `bias`: tuples with one value for each output of a thread (`load_rows`,
-    `load_tokens`), unless there are none. `rms`: `rms_factors` of tokens 2t and 2t + 1 of each n8 tile, or ()."""
+    `load_tokens`), unless there are none. `rms`: `rms_factors` of tokens 2t and 2t + 1 of each n8 tile, or (). `lora`: what
+    adapters add to each output (`lora_terms`), or ()."""
 
     factor: Scalar
     channel_scale: Scalar | Tuple  # an unused pointer where there are none
     rms: Tuple
     bias: Scalar | Tuple
+    lora: Tuple
 
 
 @aggregate
@@ -204,6 +207,8 @@ def scaled_sum(total, epilogue_args, i: gl.constexpr, element, C: gl.constexpr):
         total *= rms_of(epilogue_args.rms, element, C)
     if C.epilogue.bias:
         total += epilogue_args.bias[i].to(gl.float32)
+    if C.epilogue.lora is not None:
+        total += epilogue_args.lora[i]
     return total
 
 
@@ -265,6 +270,74 @@ def load_tokens(values, at, C: gl.constexpr):
         row, token, exists = output_of(element, row_of_warps, at, C)
         loaded = loaded + (gl.load(values + token.to(gl.int64) * at.N + channel_of(row, at, C), mask=exists, other=0.0),)
     return loaded
+
+
+@gluon.jit
+def stage_sums(lora, thread, at, C: gl.constexpr):
+    """Adds up the splits of t of a block's tokens and stores them, rounded, in shared memory; zeros for tokens without an
+    adapter."""
+    L: gl.constexpr = C.epilogue.lora
+    SPLITS: gl.constexpr = L.splits
+    OF_TOKEN: gl.constexpr = L.parts * L.rank
+    COUNT: gl.constexpr = C.ring.k_block.tokens * OF_TOKEN
+    ROUNDS: gl.constexpr = (COUNT + C.threads - 1) // C.threads
+    for i in gl.static_range(ROUNDS):
+        place = thread + i * C.threads
+        token = at.first_token + place // OF_TOKEN
+        exists = (place < COUNT) & (token < at.M)
+        exists = exists & (gl.load(lora.adapter_of + token, mask=exists, other=-1) >= 0)
+        total = (thread * 0).to(gl.float32)
+        for split in gl.static_range(SPLITS):
+            there = lora.t + ((split * at.M + token) * OF_TOKEN + place % OF_TOKEN)
+            total += gl.load(there, mask=exists, other=0.0, cache_modifier=".cg")
+        total = total.to(lora.b.dtype.element_ty).to(gl.float32)
+        run(STORE_IF, "=r,r,f,r", [C.lora_offset + place * 4, total, (place < COUNT).to(gl.int32)])
+
+
+@gluon.jit
+def term_of(lora, adapter, channel, token, exists, at, C: gl.constexpr):
+    """Returns what an adapter, -1 for none, adds to one output of each thread: of column `channel` for `token`."""
+    L: gl.constexpr = C.epilogue.lora
+    b = lora.b + (gl.maximum(adapter, 0).to(gl.int64) * at.N + channel) * L.rank
+    words = asm(L.load_b, L.load_b_constraints, [b, (adapter >= 0).to(gl.int32)], L.words_types)
+    place = (gl.where(exists, token, at.first_token) - at.first_token) * L.parts + part_of(gl.where(exists, channel, 0), C)
+    return asm(L.dot, L.dot_constraints, (C.lora_offset + place * (4 * L.rank),) + words, gl.float32)
+
+
+@gluon.jit
+def prefetch_terms(lora, at, C: gl.constexpr):
+    """Prefetches the rows of b of a thread's outputs into L2. adapter_of is older than the previous kernel."""
+    OUTPUTS: gl.constexpr = C.outputs
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, at.warp, C)
+        row, token, exists = output_of(element, row_of_warps, at, C)
+        adapter = gl.load(lora.adapter_of + token, mask=exists, other=-1)
+        prefetch_b(lora, gl.maximum(adapter, 0), channel_of(row, at, C), (adapter >= 0).to(gl.int32), at.N, C)
+
+
+@gluon.jit
+def load_adapters(lora, at, C: gl.constexpr):
+    """Returns the adapter of each output of a thread, -1 for none."""
+    OUTPUTS: gl.constexpr = C.outputs
+    adapters = ()
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, at.warp, C)
+        _row, token, exists = output_of(element, row_of_warps, at, C)
+        adapters = adapters + (gl.load(lora.adapter_of + token, mask=exists, other=-1),)
+    return adapters
+
+
+@gluon.jit
+def lora_terms(lora, at, C: gl.constexpr):
+    """Returns what adapters add to each output of a thread."""
+    OUTPUTS: gl.constexpr = C.outputs
+    adapters = load_adapters(lora, at, C)
+    terms = ()
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, at.warp, C)
+        row, token, exists = output_of(element, row_of_warps, at, C)
+        terms = terms + (term_of(lora, adapters[i], channel_of(row, at, C), token, exists, at, C),)
+    return terms
 
 
 @gluon.jit

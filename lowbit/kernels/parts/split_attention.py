@@ -1,14 +1,21 @@
 """Attention of one token over a split of keys and values in 16-bit pages, on tensor cores, for a kernel's math warps.
 
-A warp computes tiles of 8 tokens for all query heads of a kv head, at most 8, by mma.sync.m16n8k16: s = q . k^T, whose rows 0
-to 7 are heads and whose rows 8 to 15 are zero, and v^T . p^T, whose columns are heads. Lane 4g + t has of each 32 elements of q
-of head g, and of k of token g, the 8 from 8t on, so that loads have 16 bytes and RoPE pairs elements of one lane; scores do not
-depend on the order of elements. It has the scores of head g for tokens 2t and 2t + 1, which are a fragment of p^T, and of v the
-elements 8g to 8g + 7 of each 64 of these tokens. Its sums are of these elements and of heads 2t and 2t + 1. Each warp keeps
-maxima, totals and sums of its tiles (online softmax in base 2), which are merged through shared memory, in a fixed order.
+A warp computes tiles of 8 tokens for all query heads of a kv head, at most 8, by mma.sync.m16n8k16. The first product is the
+scores q . k^T, whose rows 0 to 7 are heads and whose rows 8 to 15 are zero. The second one is v^T . p^T of values and
+probabilities, whose columns are heads. Lane 4g + t holds
 
-C is a kernel's configuration: a `SplitAttention` whose `C.table` has tile_warps and x_start, where sums are merged in shared
-memory (choose/decode_step.py). `C.head_norms`: heads of q and k are normed. `C.windows`: some layers have a window.
+    q, k     of each 32 elements of q of head g, and of k of token g, the 8 elements from 8t on. So loads have 16 bytes, and
+             RoPE rotates elements of the same lane. Scores do not depend on the order of elements
+    scores   of head g, for tokens 2t and 2t + 1; their probabilities are a fragment of p^T
+    v        of each 64 elements of tokens 2t and 2t + 1, elements 8g to 8g + 7
+    sums     of these elements, for heads 2t and 2t + 1
+
+Each warp keeps the maxima, totals and sums of its tiles (online softmax in base 2). They are merged through shared memory, in a
+fixed order.
+
+C is a kernel's configuration: a `SplitAttention`. `C.table` (choose/decode_step.py) has `tile_warps`, the number of warps that
+compute tiles, and `x_start`, where sums are merged in shared memory. `C.head_norms`: heads of q and k are normed. `C.windows`:
+some layers have a window.
 
 Exact   q and k are rounded to 16 bits after norm and RoPE, probabilities before they are multiplied; all else is float32
 Tested  tests/kernels/parts/test_split_attention.py
@@ -26,7 +33,7 @@ from lowbit.kernels.parts.head_rows import exchanged
 from lowbit.kernels.parts.k_block import mma, operands_of
 
 NOTHING = gl.constexpr(-1e30)
-"""Maximum of no scores. Finite, so that differences of maxima are no NaN."""
+"""Maximum before the first score. It is finite, so that a difference of two maxima is not NaN."""
 
 PAGE_TOKENS = gl.constexpr(PAGE)
 
@@ -40,7 +47,7 @@ LOG2_E = gl.constexpr(math.log2(math.e))
 
 
 class SplitAttention:
-    """The PTX of attention, for a kernel's configuration to inherit."""
+    """Base class of kernel configurations, with the PTX of attention."""
 
     @property
     def dtype(self) -> HalfType:
@@ -100,8 +107,8 @@ class SplitAttention:
 
     @property
     def scores(self) -> str:
-        """PTX of a lane's scores: of head g for tokens 2t and 2t + 1. Outputs: both. Inputs: words of q, words of k. The sums
-        of even and odd steps are independent, so that they take half the time."""
+        """PTX of a lane's two scores, of head g for tokens 2t and 2t + 1. Outputs: the scores. Inputs: words of q, words of k.
+        Even and odd steps are summed separately, since independent sums take half the time."""
         out, q, k = operands_of(2, 4 * self.key_vectors, 4 * self.key_vectors)
         lines = [".reg .b32 none; .reg .f32 c<8>; mov.b32 none, 0;", *(f"mov.f32 c{i}, 0f00000000;" for i in range(8))]
         for step in range(2 * self.key_vectors):
@@ -156,7 +163,7 @@ class SplitAttention:
 
 @aggregate
 class SplitTask:
-    """A split of a row and kv head; the row's position, first token (0 without a window) and page table."""
+    """A split of a row and kv head, and the row's position, first token (0 without a window) and page table."""
 
     row: Scalar
     kv_head: Scalar
@@ -177,7 +184,7 @@ def is_attended(token, task, end, C: gl.constexpr):
 
 @gluon.jit
 def first_vector(task, start, end, C: gl.constexpr):
-    """Returns the index of a tile's first token among all tokens of the pages of all kv heads; `start`: that token."""
+    """Returns the index of token `start`, a tile's first, in the pages: among the tokens of all pages and kv heads."""
     page = gl.load(task.table + start // PAGE_TOKENS, mask=start < end, other=0).to(gl.int64)
     return (page * C.shape.kv_heads + task.kv_head) * PAGE_TOKENS + start % PAGE_TOKENS
 
@@ -238,13 +245,13 @@ def load_eight(source, at, C: gl.constexpr):
 
 @gluon.jit
 def angles_row(cos_sin, position, C: gl.constexpr):
-    """Returns the address of the cosines at a position, after which its sines are; `cos_sin`: address of the table."""
+    """Returns the address of the cosines at a position, which its sines follow; `cos_sin`: address of the table."""
     return cos_sin + position.to(gl.int64) * (4 * C.shape.rotary_dim)
 
 
 @gluon.jit
 def touch_angles(row, at, C: gl.constexpr):
-    """Loads the cosines and sines at `row` into L1, where `turn_head` finds them."""
+    """Loads the cosines and sines at `row` into L1, from where `turn_head` loads them again."""
     run(C.touch, "=r,l", [row + at.lane * (C.shape.rotary_dim // 8)])
 
 
@@ -304,7 +311,7 @@ def turn_head(words, gamma, row, at, C: gl.constexpr):
 
 @gluon.jit
 def of_row(words, row: gl.constexpr, at, count: gl.constexpr):
-    """Returns the words that the lanes of a row have, 4 row + t for lane 4g + t."""
+    """Returns in each lane 4g + t the words that lane 4 row + t has."""
     found = ()
     for i in gl.static_range(count):
         found = found + (asm(OF_LANE, "=r,r,r", [words[i], 4 * row + (at.lane & 3)], gl.int32),)
@@ -322,8 +329,8 @@ def chosen(condition, one, other, count: gl.constexpr):
 
 @gluon.jit
 def attend_nothing(sinks, task, at, own, C: gl.constexpr):
-    """Returns (maximum, total, sums) of no tokens; of the sinks float32 [heads], scores without a value, in the warps whose
-    `own` is True, if there are sinks."""
+    """Returns (maximum, total, sums) before the first token. If there are sinks (float32 [heads], scores without a value),
+    warps whose `own` is True start with them."""
     G: gl.constexpr = C.shape.group
     COUNT: gl.constexpr = C.sums
     zero = at.lane.to(gl.float32) * 0.0
@@ -370,7 +377,8 @@ def tile_scores(q, k, task, at, start, end, C: gl.constexpr):
 
 @gluon.jit
 def add_tile(first, second, v, top, total, sums, at, C: gl.constexpr):
-    """Adds a tile of which a lane has two scores and words of v to (maximum, total, sums). The total is a lane's own part."""
+    """Adds a tile to (maximum, total, sums), from the lane's two scores and its words of v. The total includes only the
+    probabilities of the lane's own tokens."""
     COUNT: gl.constexpr = C.value_vectors
     new_top = gl.maximum(first, second)
     for step in gl.static_range(2):

@@ -2,8 +2,8 @@
 
 The sums of 64 pixels x `outputs` take outputs / 2 registers of a thread. Register 4 j + 2 r + e is column 8 j + 2 q + e of the
 r-th of the thread's two rows (q = lane % 4). Operand A is 4 registers for each k32 step: register 4 step + 2 half + r is row r,
-columns 32 step + 16 half + 4 q to + 3 of K. Source: PTX ISA, wgmma. Triton's wgmma computes each weight address anew in six
-instructions, and does not support unsigned codes.
+and four columns of K from 32 step + 16 half + 4 q on. Source: PTX ISA, wgmma. Triton's wgmma computes each weight address anew
+in six instructions, and does not support unsigned codes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ThreadProduct:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def constraints(self, steps: int, adds: bool) -> str:
-        """Constraints of `start`. Outputs: the sums. Inputs: the sums so far if `adds`, operand A, the base of `base`."""
+        """Constraints of `start`. Outputs: the sums. Inputs: if `adds`, the previous sums; operand A; the output of `base`."""
         return ",".join(
             ["=&r"] * self.sums + [str(i) for i in range(self.sums)] * adds + ["r"] * (4 * steps + 1)
         )  # fmt: skip

@@ -96,8 +96,8 @@ class ByteTile(WarpgroupTile, ByteTypes):
     store_by_tma: bool
 
     last_is_full = False
-    """True if the last of several token tiles begins earlier where that fills it. False here: a tile that starts at any token
-    costs the epilogue more registers, which spill (sub_byte_scaled_gemm.py, 48 bytes with Triton 3.9)."""
+    """True if the last of several token tiles begins early enough to be full. Here it does not: for a tile that starts at any
+    token the epilogue needs more registers, which spill (sub_byte_scaled_gemm.py, 48 bytes with Triton 3.9)."""
     x_shared_layout = OPERAND_LAYOUT
 
     @property
@@ -124,8 +124,8 @@ class ByteTile(WarpgroupTile, ByteTypes):
 
     @property
     def stages_ahead(self) -> int:
-        """Number of stages whose weights are loaded before the previous kernel has finished, which x must wait for. Few where x
-        is large, since its copies are queued behind those of the weights."""
+        """Number of stages whose weights are loaded before the previous kernel has finished. They are few where x is large: the
+        copies of x, which must wait for that kernel, are queued behind those of the weights."""
         return self.stages if self.tile_tokens < 128 else 2
 
     @property

@@ -56,7 +56,7 @@ class TileStage:
     x_layout = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
 
     def __post_init__(self) -> None:
-        copied_tokens = 4 * self.warps  # by one copy; the next one is a multiple of 8 later: same swizzle
+        copied_tokens = 4 * self.warps  # the next copy's tokens are a multiple of 8 later and have the same swizzle
         if self.tokens % copied_tokens or (self.tokens > copied_tokens and copied_tokens % 8):
             raise ValueError(f"{self.warps} warps copy {copied_tokens} tokens at once, a tile of {self.tokens} is no multiple")
 
@@ -113,8 +113,9 @@ class TileStage:
         return self.slices * self.tokens * 8 // self.threads
 
     def copy_x(self, index: int) -> str:
-        """PTX that copies x. $1 destination of the thread's first vector in the stage, $2 its source, $3 bytes to the thread's
-        next token (below 2^31), $4 number of tokens from its first token on, $5 number of columns of K from its vector on."""
+        """PTX that copies x. $1 destination of the thread's first vector in the stage, $2 source of that vector, $3 bytes to
+        the thread's next token (below 2^31), $4 number of tokens from the thread's first token on, $5 number of columns of K
+        from its vector on."""
         further, own = divmod(index, self.slices)
         tokens, k = 4 * self.warps * further, TILE_K * own
         to = X_VECTORS * (tokens * self.slices + 8 * own)

@@ -1,7 +1,7 @@
 """Roles of warpgroups in one kernel, as branches of one function: a loader warpgroup and math warpgroups.
 
-Partitions of Triton would compile the code of the math warpgroups once for each of them, and move no registers between
-warpgroups without serialized wgmma.
+Triton's warp specialization is not used. It would compile the code of the math warpgroups once for each of them, and ptxas
+would serialize their wgmma as soon as registers move between warpgroups.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ STAGE_K = 64
 """Number of columns of K in a stage."""
 
 PREFETCHED = gl.constexpr(6)
-"""Number of iterations between the prefetch of scales into L2 and their load; it takes longer than the latency of memory."""
+"""Number of iterations between the prefetch of scales into L2 and their load. They take longer than a load from memory."""
 
 
 class WgmmaBlock(WarpgroupTile):
@@ -117,7 +117,7 @@ def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.const
     odd = empty_registers(C)
     scales = ahead[0 : C.dequantizer.pair_words]
     next_scales = ahead[C.dequantizer.pair_words :]
-    barrier()  # between stores of the previous tile and loads; Triton would insert it inside the loop
+    barrier()  # between stores of the previous tile and loads of this one; without it Triton inserts one in the loop
     for iteration in range(begin, end):
         before = previous(stage, C)
         even = dequantize(words, scales, False, C)

@@ -60,8 +60,8 @@ class WindowRing:
 
     @property
     def decode(self) -> str:
-        """PTX that reads the 4-bit codes of stage $n for thread $n + 1 and unpacks them to `registers` words of even channels,
-        then as many of odd channels.
+        """PTX that reads the 4-bit codes of a stage and unpacks them to bytes. Outputs: `registers` words of even channels,
+        then as many of odd channels. Inputs: index of the stage, index of the thread.
 
         Four registers are operand A of one wgmma of 32 bytes of K (ldmatrix.x4: rows 0 to 7, 8 to 15, then the next 16 bytes of
         both).

@@ -25,11 +25,13 @@ def quantize_activations_reference(
     x: Tensor, fmt: NumberFormat, group: int = 0, scale: Tensor | None = None, symmetric: bool = True,
     zero: Tensor | None = None, rule: ActivationRule = ActivationRule.OWN,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Returns codes [.., K], scale float32 [.., ceil(K / group)] (group 0: [.., 1]; the given [1]) and zero int32 of x [.., K].
+    """Returns codes [.., K], scale float32 and zero int32 of x [.., K].
 
-    Computed in float32, each operation rounded: scale = max|x| / largest value of `fmt`, code = nearest(x * (1 / scale)),
-    saturating. Asymmetric: scale = (max - min) / 255 with 0 in the range, x = (code - zero) * scale. That is this library's own
-    rule; `_by_rule` has the others.
+    The scale is [.., ceil(K / group)], or [.., 1] for group 0. If `scale` [1] is given, it is returned.
+
+    Everything is computed in float32, and each operation rounds: scale = max|x| / largest value of `fmt`, code =
+    nearest(x * (1 / scale)), saturating. Asymmetric codes: scale = (max - min) / 255, where the range includes 0, and x = (code
+    - zero) * scale. That is this library's own rule; `_by_rule` has the others.
     """
     if rule is not ActivationRule.OWN:
         return _by_rule(x, fmt, group, scale, symmetric, zero, rule)
@@ -57,8 +59,8 @@ def quantize_activations_reference(
 def _by_rule(
     x: Tensor, fmt: NumberFormat, group: int, scale: Tensor | None, symmetric: bool, zero: Tensor | None, rule: ActivationRule
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`quantize_activations_reference` by the rule of another tool. Each operation rounds to the dtype of its tensors: x's own
-    for compressed-tensors (0.17 to 0.20: calculate_qparams and _quantize_dequantize), else float32 (Transformers' kernel
+    """`quantize_activations_reference` by the rule of another tool. Each operation rounds: to x's dtype for compressed-tensors
+    (calculate_qparams and _quantize_dequantize of versions 0.17 to 0.20), to float32 for the others (Transformers' kernel
     finegrained-fp8, act_quant.py; FBGEMM's quantize.cu, dynamicQuantizeMatrixRowwise)."""
     k, tool = x.shape[-1], rule is ActivationRule.COMPRESSED_TENSORS
     size = group or k

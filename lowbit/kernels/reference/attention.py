@@ -1,9 +1,9 @@
 """Attention over a paged KV cache in plain torch: the reference of the kernels, and the CPU implementation.
 
 Pages hold PAGE tokens of one layer (pack/kv_pages.py), in 16 bits or packed; a row of the page table lists the pages of one
-slot in order. Page content beyond a slot's tokens does not affect results. A token is quantized when it is appended, and all
-attention reads it as stored, its own token included. Sums are float32 (float64 for float64 inputs); stored and returned values
-are rounded once. Keys and values of packed pages are not rounded to 16 bits on a CPU.
+slot in order. Page content beyond a slot's tokens does not affect results. Keys and values are quantized when they are
+appended. Attention always reads the stored ones, also those of the query's own token. Sums are float32 (float64 for float64
+inputs); stored and returned values are rounded once. Keys and values of packed pages are not rounded to 16 bits on a CPU.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def gathered(pages: KVPages, table_row: Tensor, tokens: int, dtype: torch.dtype)
 
 
 def read_type(q: Tensor) -> torch.dtype:
-    """Returns the type in which keys and values of packed pages are read for attention of q: wide on a CPU, that of q, which
-    tensor cores multiply, on a GPU."""
+    """Returns the type in which keys and values of packed pages are read for attention of q. On a GPU it is q's type, which
+    tensor cores multiply; on a CPU it is float32, or float64 for a q of float64."""
     return q.dtype if q.is_cuda else torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -114,7 +114,7 @@ def gather_reference(pages: KVPages, where: Tensor, count: Tensor, dtype: torch.
 def ragged_reference(
     q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape, sinks: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Computes `ops.ragged_attention.ragged_attention`, sequence by sequence; rows of no sequence are NaN."""
+    """Computes `ops.ragged_attention.ragged_attention`, sequence by sequence; rows that belong to no sequence are NaN."""
     y = q.new_full((len(q), shape.heads * shape.head_dim), torch.nan)
     bounds, of_keys = q_begins.tolist(), k_begins.tolist()
     for begin, end, low, high in zip(bounds, bounds[1:], of_keys, of_keys[1:], strict=False):
@@ -141,7 +141,7 @@ def decode_reference(
     q = append_reference(qkv, pages, tables, rows, position_of, cos_sin, shape, q_norm, k_norm)
     y = q.new_empty(len(q), shape.heads * shape.head_dim)
     for row, (slot, position) in enumerate(zip(slots.tolist(), position_of.tolist(), strict=True)):
-        # With a window, only the pages within it.
+        # With a window, only the pages within it are read.
         skipped = max(0, position - shape.window + 1) // PAGE if shape.window else 0
         seen = position + 1 - skipped * PAGE
         keys, values = gathered(pages, tables[slot, skipped:], seen, read_type(q))

@@ -35,6 +35,7 @@ def expert_gemm_reference(
 ) -> Tensor:  # fmt: skip
     """y [slots, N], or [slots, N / 2] with a gate, in `dtype`: for each slot its row of x times its expert's weights.
 
+    A slot is one (token, choice) pair: slot t * top_k + s is the s-th expert of token t.
     x is [T, K], or [T * top_k, K] with a row for each slot; experts [T, top_k]; weights, with `weighted`, [T, top_k]; bias [E,
     N]. Gate and up alternate as pack/gated.py has them. Experts are dequantized one at a time; experts without slots are
     skipped.
@@ -57,9 +58,13 @@ def expert_gemm_reference(
     return y
 
 
-def sum_slots_reference(y: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
-    """Returns [T, N] in y's type: each token's slots are summed in float32 in order, then the residual [T, N] is added; one
-    rounding."""
+def sum_slots_reference(
+    y: Tensor, top_k: int, residual: Tensor | None = None, experts: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Returns [T, N] in y's type: each token's slots are summed in float32 in order, without those of negative `experts`
+    [T, top_k], then the residual [T, N] is added; one rounding."""
+    if experts is not None:
+        y = y.masked_fill(experts.reshape(-1, 1) < 0, 0)
     parts = y.unflatten(0, (-1, top_k)).float().unbind(1)
     total = parts[0]
     for part in parts[1:]:
@@ -70,10 +75,10 @@ def sum_slots_reference(y: Tensor, top_k: int, residual: Tensor | None = None) -
 def sum_norm_reference(
     h: Tensor, y: Tensor, top_k: int, gamma: Tensor, eps: float, shared: Tensor | None = None, share: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """x [T, N], the RMSNorm of h by gamma, after h [T, N] += the sum of the slots of y [T * top_k, N], in place.
+    """Adds the sum of the slots of y [T * top_k, N] to h [T, N] in place. Returns x [T, N], the RMSNorm of the new h by gamma.
 
-    `shared` [T, N] is added too, times sigmoid(share [T, 1]). In float32, slot 0 first, then the shared expert, h last; h is
-    rounded once.
+    With `shared` [T, N], shared * sigmoid(share [T, 1]) is added too. Sums are in float32: slot 0 first, then the shared
+    expert, h last. h is rounded once.
     """
     parts = list(y.unflatten(0, (-1, top_k)).float().unbind(1))
     if shared is not None:

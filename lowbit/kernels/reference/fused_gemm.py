@@ -23,7 +23,7 @@ def norm_gemm_reference(
     x: Tensor, w: QuantTensor | DenseWeight, squares: Tensor, bias: Tensor | None = None, *, width: int, eps: float,
     gated: str = "none", x_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """y [M, N] float64 = x [M, K] . dequantize(w)[N, K]^T / (rms * x_factor) + bias [N], x being h * gamma * x_factor.
+    """y [M, N] float64 = x [M, K] . dequantize(w)[N, K]^T / (rms * x_factor) + bias [N], where x is h * gamma * x_factor.
 
     With `gated` "silu" or "gelu_tanh", rows of w and bias alternate (pack/gated.py) and y [M, N / 2] is act(gate) * up.
     """

@@ -179,8 +179,9 @@ def group_reference(experts: Tensor, weights: Tensor, count: int, tile_rows: int
 def norm_route_reference(
     x: Tensor, squares: Tensor, router: Tensor, bias: Tensor | None, eps: float, factor: float, rule: RouterRule, tile_rows: int
 ) -> tuple[Tensor, RoutingTensors]:
-    """(normalised x [T, K] in x's type, the routing of its logits): x is h * gamma * factor, and the sums of `squares`
-    [parts, T] over parts are those of the rows of h. Logits are of x as given, in float32."""
+    """Returns (normalised x [T, K] in x's type, the routing of its logits). The given x is h * gamma * factor; `squares`
+    [parts, T] are partial sums of squares of the rows of h. Logits are computed in float32 from the given x, then
+    normalised."""
     inverse = torch.rsqrt(squares.float().sum(0) / x.shape[1] + eps)[:, None] / factor
     logits = (x.float() @ router.float().T) * inverse
     return (x.float() * inverse).to(x.dtype), route_reference(logits, bias, rule, tile_rows)

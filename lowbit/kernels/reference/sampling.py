@@ -4,13 +4,13 @@ Order of operations as in Transformers (generation/logits_process.py): end-of-te
 repetition penalty, presence and frequency penalty (OpenAI's, of generated tokens alone), bias, the grammar's mask, temperature,
 top-k, top-p, min-p.
 
-Beyond the adjusted logits all arithmetic is on integers, so that a kernel on any GPU, in blocks of any size, samples the same
-token bit for bit. With m the largest adjusted logit of a row, the key of a logit l is floor((m - l) * 2^15 * log2(e) /
-temperature). Its probability mass is the integer 2^(40 - key / 2^15), or 0 for keys of 40 * 2^15 and more (logits 27.7 below m
-at temperature 1). Sums of masses are exact in 64 bits for up to 2^23 tokens. Tokens with the same key (probabilities within
-2e-5 of each other) count as equal: at a threshold of top-k or top-p all of them are kept. The random number is Philox4x32-10
-(Salmon et al. 2011) of (seed, tokens generated so far), 64 bits R; the sampled token is the first whose cumulative mass, in the
-order of tokens, exceeds R * total / 2^64.
+Each adjusted logit becomes an integer key, and all later arithmetic is on integers. So a kernel on any GPU, in blocks of any
+size, samples the same token. With m the largest adjusted logit of a row, the key of a logit l is floor((m - l) * 2^15 * log2(e)
+/ temperature). Its probability mass is the integer 2^(40 - key / 2^15), rounded down. It is 0 for keys of 40 * 2^15 and more
+(logits 27.7 below m at temperature 1). Sums of masses are exact in 64 bits for up to 2^23 tokens. Tokens with the same key
+(probabilities within 2e-5 of each other) count as equal: at a threshold of top-k or top-p all of them are kept. The random
+number R has 64 bits: Philox4x32-10 (Salmon et al. 2011) of the seed and the number of tokens generated so far. The sampled
+token is the first whose cumulative mass, in the order of tokens, exceeds R * total / 2^64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORDS = 16
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED = range(9)
 FLAGS, GENERATED, MASK = 10, 11, 12
-"""Indices of words of a slot's settings; the seed takes two words. MASK: the row of its mask among `masks`."""
+"""Indices of words of a slot's settings; the seed takes two words. Word MASK is the slot's row in `masks`."""
 
 PENALIZED, BIASED, CUT, HELD, MASKED = 1, 2, 4, 8, 16
 """Bits of the flags word, set if the slot has a repetition, presence or frequency penalty; a logit bias; top-k or top-p; a
@@ -79,7 +79,7 @@ def masses(keys: Tensor) -> Tensor:
 
 
 def distances(x: Tensor, largest: Tensor) -> Tensor:
-    """Returns largest - x, and 0 where x equals largest, also where both are infinite."""
+    """Returns largest - x. Where x equals largest this is 0, also if both are infinite."""
     return torch.where(x == largest, 0.0, largest - x)
 
 
@@ -210,8 +210,8 @@ class AcceptInputs(NamedTuple):
 
 
 def accepted(given: Sequence[int], sampled: Sequence[int]) -> int:
-    """Returns how many of the tokens `sampled` after each of `given` continue a sequence: the first one, and each further one
-    as long as the token before it is the one that was given."""
+    """Returns how many tokens of `sampled` continue a sequence. sampled[i] was sampled after given[i]. The first one always
+    continues it; a later one does if all before it do and the token that was given for it, given[i], equals sampled[i - 1]."""
     count = 1
     while count < len(given) and given[count] == sampled[count - 1]:
         count += 1

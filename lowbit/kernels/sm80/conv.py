@@ -33,7 +33,8 @@ ROW_BLOCKS = 2
 
 PIXELS = 16 * ROW_BLOCKS * WARPS
 SUMS = ROW_BLOCKS * FRAGMENTS * 4
-"""Number of sums of a thread. For each row block and fragment these are two columns of row g and two of row g + 8."""
+"""Number of sums of a thread. In lane 4 g + t, these are for each row block and fragment the columns 2 t and 2 t + 1 of the
+rows g and g + 8."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,8 @@ def store_pair(at, low, high, exists):
 
 @gluon.jit
 def load_pixels(x, place, down, across, block, shape, C: gl.constexpr):
-    """Loads this thread's words of operand A: for rows g and g + 8 of each row block, 8 bytes from byte 8 t of the k block
-    on."""
+    """Loads the words of operand A of a thread, lane 4 g + t of its warp: for rows g and g + 8 of each row block, 8 bytes from
+    byte 8 t of the k block on."""
     columns, rows, images, thread = place
     height = shape.height
     width = shape.width
@@ -155,7 +156,7 @@ def load_pixels(x, place, down, across, block, shape, C: gl.constexpr):
         first, second = load_pair(at, inside)
         low = low + (first,)
         high = high + (second,)
-    return (low[0], low[1], high[0], high[1]) + (low[2], low[3], high[2], high[3])  # of both row blocks
+    return (low[0], low[1], high[0], high[1]) + (low[2], low[3], high[2], high[3])  # words of both row blocks
 
 
 @gluon.jit
@@ -224,7 +225,7 @@ def store_values(y, sums, scales, offsets, pixel, pixels, channels, tile, thread
 
 @gluon.jit
 def per_column(values, tile, thread):
-    """Returns the constants of a thread's 16 columns; value i is that of column 8 (i / 2) + 2 t + i % 2."""
+    """Returns the constants of a thread's 16 columns; value i is that of column 8 (i // 2) + 2 t + i % 2, in lane 4 g + t."""
     own = ()
     for i in gl.static_range(16):
         own = own + (gl.load(values + (tile * 64 + (i // 2) * 8 + (thread & 3) * 2 + i % 2)),)
@@ -233,7 +234,7 @@ def per_column(values, tile, thread):
 
 @gluon.jit
 def of_pixel(sums, i: gl.constexpr):
-    """Returns the 16 sums of a thread's pixel i, which is row g or g + 8 of a row block."""
+    """Returns the 16 sums of a thread's pixel i (0 to 3), which is row g or g + 8 of a row block in lane 4 g + t."""
     own = ()
     for j in gl.static_range(8):
         own = own + (sums[32 * (i // 2) + 4 * j + 2 * (i % 2)], sums[32 * (i // 2) + 4 * j + 2 * (i % 2) + 1])
@@ -266,7 +267,7 @@ def mma_conv(
         line = pixel // out_width
         places = places + (pixel,)
         columns = columns + (pixel % out_width,)
-        rows = rows + (gl.where(pixel < pixels, line % out_height, -(1 << 20)),)  # pixels beyond the last: outside the image
+        rows = rows + (gl.where(pixel < pixels, line % out_height, -(1 << 20)),)  # pixels beyond the last count as outside
         images = images + (line // out_height,)
     place = (columns, rows, images, thread)
     shape = Windows(height, width, pixel_words, stride_down, stride_across, pad_down, pad_across)

@@ -3,7 +3,8 @@
 A thread computes 8 channels of ROWS x COLUMNS neighbouring output pixels. It loads the pixels under their windows once, 8 codes
 of a pixel at a time, transposes them with prmt so that a word holds 4 neighbouring pixels of one channel, and multiplies 4 taps
 with one dp4a. Windows that begin between words come from a funnel shift. Plain Triton: a tile has one element per thread, so no
-layout needs to be chosen. 17 instructions per output of a 3 x 3 window take about as long as its bytes on an H200.
+layout needs to be chosen. An output of a 3 x 3 window takes 17 instructions. On an H200 they take about as long as its loads
+and stores.
 
 Memory  x, y as in pack/nhwc64.py; weights and constants as in pack/depthwise.py.
 Exact   bit for bit as `ConvLayer` of formats/conv.py. Sums start at the bits of 1.5 * 2^23, so that they are float32 numbers
@@ -31,7 +32,7 @@ VECTORS_OF_BLOCK = tl.constexpr(8)
 WARPS = 4
 
 MAGIC = tl.constexpr(0x4B400000)
-"""The bits of 1.5 * 2^23: a float32 whose last bits are an integer."""
+"""The bits of the float32 1.5 * 2^23. Numbers of this size have an integer, the difference to it, in their last bits."""
 
 
 @triton.jit
@@ -180,7 +181,7 @@ def depthwise_kernel(
 ):  # fmt: skip
     """Computes PLACES of `total` groups of ROWS x COLUMNS pixels, for 64 channels; an image has `down` x `across` groups.
 
-    VALUES: y are values [N, Ho, Wo, channels], not codes.
+    VALUES: True if y has values [N, Ho, Wo, channels], not codes.
     """
     OF_PIXEL: tl.constexpr = VECTORS // VECTORS_OF_BLOCK
     LOADED_ROWS: tl.constexpr = (ROWS - 1) * SH + KH

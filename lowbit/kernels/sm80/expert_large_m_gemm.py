@@ -40,7 +40,7 @@ REGISTERS_PER_SM = 65536
 
 @dataclass(frozen=True)
 class ExpertMmaGemm(MmaBlock):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     `whole`: rows of y are whole vectors of 8 elements. `weighted`: y is multiplied by the router weight.
     """

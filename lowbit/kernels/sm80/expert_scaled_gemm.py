@@ -4,9 +4,10 @@ Computes y^T = w x^T as scaled_gemm.py does, with its stages (parts/byte_block.p
 instructions, tuned for none.
 Reads   x of 8 bits, rows gathered by slot; w of pack/expert_operand.py; the list of tiles that ops/route.py writes: (expert,
         first position in `order`, rows); scales and zeros of x by the row of x
-Grid    for as many tiles as there can be, times blocks of 64 rows of w; blocks beyond the number of tiles, which is in memory,
-        return at once. Blocks of one tile are neighbours, then those of the next tile, often of the same expert
-Sum     int8 in s32, exact; fp8 in fp32, K in order. Where scales change along K, sums of 128 k are scaled and added in fp32
+Grid    the largest possible number of tiles, times blocks of 64 rows of w. The number of tiles is read from memory; blocks
+        beyond it return at once. Blocks of the same tile are neighbours, and the next tile is often one of the same expert
+Sum     int8 in s32, exact; fp8 in fp32, K in order. Where scales change along K, sums over 128 columns of K are scaled and
+        added in fp32
 Epilogue  zeros, scales, bias of the expert, router weight; a row of y for each slot, rounded once
 Exact   every weight is dequantized exactly, never rounded. Tested: tests/ops/test_scaled_expert_gemm.py
 Source  mma.m16n8k32 and its fragments: PTX ISA
@@ -48,14 +49,14 @@ from lowbit.kernels.parts.operand import operand_a
 from lowbit.kernels.parts.scaled_epilogue import CODE_TYPES, ScaledEpilogueArgs, XScale, finished
 
 MOST_COLUMNS, MOST_PROMOTED = 64, 32
-"""Tokens of a block, and with scales of blocks. Twice as many take more than 255 registers where sums are promoted (Triton 3.6
-and 3.9; 432 bytes of stack with 128 tokens)."""
+"""Largest number of tokens of a block, without and with block scales. With twice as many, kernels with promoted sums need more
+than 255 registers (Triton 3.6 and 3.9; 432 bytes of stack with 128 tokens)."""
 
 
 @dataclass(frozen=True)
 class ExpertScaledGemm(ByteBlock):
-    """The kernel's compile-time configuration. `y_type` is that of the epilogue, float32; y itself is of `stored`. A tile of
-    the list is computed in `parts` of `columns` tokens."""
+    """The kernel's compile-time configuration. The epilogue returns `y_type`, which is float32; y is stored in type `stored`.
+    A tile of the list is computed in `parts` parts of `columns` tokens."""
 
     narrow: str
     w_type: torch.dtype
@@ -78,7 +79,7 @@ class ExpertScaledGemm(ByteBlock):
 
 @gluon.jit
 def rows_of_x(order, first, rows, top_k, M, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Slots of a tile's tokens and their rows of x; M, which is no row, for tokens that do not exist."""
+    """Returns (slots of a tile's tokens, their rows of x). For tokens that do not exist the row is M, one beyond the last."""
     token = gl.arange(0, C.columns, LAYOUT)
     slot = gl.load(order + first + token, mask=token < rows, other=0)
     return slot, gl.where(token < rows, slot // top_k, M)
@@ -86,7 +87,7 @@ def rows_of_x(order, first, rows, top_k, M, LAYOUT: gl.constexpr, C: gl.constexp
 
 @gluon.jit
 def copy_stage(x_rows, source, x_shared, w_shared, group, slot, M, C: gl.constexpr):
-    """Starts the copies of 128 k; those beyond K, and rows that do not exist, become zeros."""
+    """Starts the copies of 128 columns of K. Columns beyond K, and rows that do not exist, become zeros."""
     PLANES: gl.constexpr = C.planes
     columns = group * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, C.copy_layout))
     at = source.x + (x_rows.to(gl.int64) * source.x_stride)[:, None] + columns[None, :]
@@ -108,7 +109,7 @@ def expert_scaled_gemm(
     y, x, w, x_scale, x_zero, scale, channel_scale, sums, bias, tiles, tile_count, order, weights, M, N, K, x_stride, w_stride,
     row_tiles, row_blocks, k_tiles, scale_stride, expert_scales, top_k, C: gl.constexpr,
 ):  # fmt: skip
-    """One block: a tile of the list by 64 rows of w. x has M rows; strides are multiples of 16 bytes, counted in these."""
+    """One block: a tile of the list by 64 rows of w. x has M rows; `x_stride` and `w_stride` count vectors of 16 bytes."""
     SUMS: gl.constexpr = C.accumulator
     COUNT: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.columns
@@ -164,7 +165,7 @@ def expert_scaled_gemm(
                 acc += part_sum * block_scale_of(x_scale, scale, group, groups, scale_stride, tokens, channels, M, N, C)
             else:
                 acc = mma_v2(a, b, acc)
-        wait_copies(0)  # zeros beyond K: copies must not outlive the block
+        wait_copies(0)  # the last prefetches lie beyond K and copy zeros; no copy may outlive the block
         if C.channel_scale:
             channel_scale += of_expert
         if C.bias:
@@ -179,7 +180,7 @@ def expert_scaled_gemm(
 
 
 class ExpertScaledPlan:
-    """A product of experts with 8-bit x, for one shape: made once, called many times."""
+    """Plan of a product of experts with 8-bit x, for one shape: created once, called many times."""
 
     def __init__(
         self, shape: ExpertShape, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool, *,

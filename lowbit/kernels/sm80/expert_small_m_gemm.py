@@ -9,10 +9,11 @@ Grid    persistent, about one block per SM; the number of tiles is read from mem
 Warps   as in small_m_gemm.py: warps_n x warps_k warps with a ring each; the warps_k warps of a row take k blocks round-robin
 Ring    stays full from task to task: the last iteration of a task starts the copies for the first iteration of the next task.
         So the reduction of the warps' sums needs shared memory besides the rings
-Start   the first task's weights are copied before its slots are loaded. Its x is loaded through registers. Groups of cp.async
-        complete in order, so with copies of x, issued last, the first slot would wait for all copies. With `early` these
-        weights are copied before the previous kernel has finished
+Start   the first task's weights are copied before its slots are loaded. Its x is then loaded through registers, not by
+        cp.async: groups of cp.async complete in order, so the first slot of the ring would wait for all copies. With `early`
+        these weights are copied before the previous kernel has finished
 Ahead   a task's slots are loaded one task earlier, its tile two tasks earlier
+Lanes   lane 4 g + t of a warp belongs to lane group g and has index t in it, as in the fragments of mma.sync
 Sum     slices of K are reduced once, through shared memory, in a fixed order: same input, same bits
 Epilogue  scales, bias of the expert, gate (silu or clamped), router weight; a row of y for each slot, rounded once
 Exact   dequantization is exact; sums in fp32. Tested: tests/kernels/sm80/test_expert_small_m_in_numpy.py,
@@ -71,12 +72,13 @@ VECTORS = 16
 class TaskRing(Ring):
     """The ring of a warp that runs through several tasks. Copies for a task that does not exist write zeros."""
 
-    # Without, ptxas puts the products of all slots behind the wait for the last one in a fourth of the tiles (Triton 3.6, 3.9).
+    # Without fences ptxas moves, in a fourth of the tiles, the products of all slots behind the wait for the last slot (Triton
+    # 3.6, 3.9).
     fenced = True
 
     def copy_codes(self, d: int) -> str:
-        """PTX like `Ring.copy_codes`, but operand $6 is 0 or less if there is no task. Without a tail all copies of a task have
-        the same size."""
+        """PTX like `Ring.copy_codes`, but operand $6 is 0 or less if there is no task. Without a tail (see `Ring`) all copies
+        of a task have the same size."""
         if self.tail:
             return super().copy_codes(d)
         lines = [".reg .b32 size, scale_size; .reg .pred some, low;", "setp.lt.s32 low, $5, 16; setp.gt.s32 some, $6, 0;"]
@@ -101,10 +103,12 @@ class TaskRing(Ring):
         return -(-self.x_vectors // VECTORS)
 
     def load_x(self, part: int, slices: int) -> str:
-        """PTX that copies x of the first iteration through registers: part `part`, VECTORS of a lane's vectors, all in flight
-        at once. Missing tokens and columns become zeros. $1 ring + 16 (8 t + g) for lane 4 g + t, $2 number of columns of K
-        from column 8 t on, then for each n8 tile the address of token g's row at column 8 t, and 0 if the token does not exist.
-        k blocks of a warp are `slices` apart."""
+        """PTX that copies x of the first iteration through registers, VECTORS of a lane's vectors in each `part`, all in flight
+        at once. Missing tokens and columns become zeros.
+
+        Operands in lane 4 g + t: $1 is ring + 16 (8 t + g); $2 is the number of columns of K from column 8 t on. Then follow,
+        for each n8 tile, the address of token g's row at column 8 t, and a number that is 0 if the token does not exist. The k
+        blocks of a warp are `slices` apart."""
         loads, stores = [], []
         for v in range(part * VECTORS, min((part + 1) * VECTORS, self.x_vectors)):
             slot, n8_tile, i = v // (4 * self.k_block.n8_tiles), v // 4 % self.k_block.n8_tiles, v % 4
@@ -124,7 +128,7 @@ class TaskRing(Ring):
 
 @dataclass(frozen=True)
 class ExpertRingGemm(RingBlock):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     `weighted`: y is multiplied by the router weight. `overlap`: programmatic dependent launch (sm_90). `early`: the tiles were
     written before the previous kernel began, so that weights may be copied before it has finished.
@@ -285,8 +289,8 @@ def load_x(ring, source, C: gl.constexpr):
 
 @gluon.jit
 def of_tokens(values, at, constraints: gl.constexpr, C: gl.constexpr):
-    """Redistributes values of tokens: lanes of group g have the value of token g; returns for lane t of each group the values
-    of tokens 2t and 2t + 1 of each n8 tile."""
+    """Redistributes values of tokens. Lanes of group g pass the value of token g of each n8 tile; lane t of each group gets the
+    values of tokens 2t and 2t + 1 of each n8 tile."""
     N8_TILES: gl.constexpr = C.ring.k_block.n8_tiles
     own = ()
     for i in gl.static_range(2 * N8_TILES):
@@ -410,8 +414,9 @@ def expert_ring_gemm(
         for _ in range(0, iterations - 1):
             read, acc = iteration(ring, source, read, acc, C, False)
             source = advance(source, C)
-        # An iteration starts the copies of the next iteration, here the first one of the next task. Addresses are those of an
-        # iteration before that task's first.
+        # An iteration starts the copies for the iteration after it, at addresses AHEAD k blocks further. This task's last
+        # iteration starts those for the next task's first one, so its addresses are AHEAD k blocks before the next task's
+        # start.
         tiles_of_k = again(tiles_of_k)
         scale_stride = again(scale_stride)
         row_block = first_row_block_of(this + blocks, units, by_units, row_blocks, C) + own_row_block
@@ -428,7 +433,7 @@ def expert_ring_gemm(
             scales = load_rows(channel_scale + expert * N, at, C)
         if not C.rows_early and C.epilogue.bias:
             biases = load_rows(bias + expert * N, at, C)
-        store_rows(y, sums, SmallMEpilogueArgs(factor, scales, (), biases), slots, factors, at, C)
+        store_rows(y, sums, SmallMEpilogueArgs(factor, scales, (), biases, ()), slots, factors, at, C)
         tile, following = following, later
         slots, next_slots = next_slots, later_slots
 
@@ -471,7 +476,7 @@ class ExpertRingPlan:
         ops/route.py. All tensors are on the current device.
         """
         y = torch.empty((self.shape.slots, self.columns), dtype=x.dtype, device=x.device)
-        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # an unused pointer where there are no scales
+        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # stands for missing scales, never read
         self.launch(
             y, x, codes, some, channel_scale, bias, tiles, tile_count, order, weights, tiles.shape[0] - 1, self.units,
             self.shape.n, self.shape.k, x.stride(0), self.shape.row_blocks, codes.shape[2],

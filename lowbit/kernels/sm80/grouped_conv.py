@@ -40,7 +40,7 @@ def grouped_kernel(
     RELU: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
     """Computes PIXELS of `total` pixels for 64 outputs. INPUTS, OUTPUTS: channels of a group. BLOCKS, OUT_BLOCKS: blocks of 64
-    channels of a pixel of x and y. VALUES: y are values [N, Ho, Wo, channels], not codes."""
+    channels of a pixel of x and y. VALUES: True if y has values [N, Ho, Wo, channels], not codes."""
     BYTES: tl.constexpr = 32 if X_FOUR else 64
     LOW: tl.constexpr = 0.0 if RELU else -128.0
     block = tl.program_id(0) % OUT_BLOCKS

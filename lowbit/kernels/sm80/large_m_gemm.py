@@ -54,7 +54,7 @@ REGISTERS_PER_SM = 65536
 
 @dataclass(frozen=True)
 class MmaGemm(MmaBlock):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit."""
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results."""
 
     dequantizer: Dequantizer
     tokens: int

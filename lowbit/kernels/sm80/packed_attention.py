@@ -8,10 +8,13 @@ Grid    kv heads times groups of 8 query heads x rows x splits, as in paged_atte
 Program 4 warps. Of each page of 128 tokens, warp w has the 32 tokens of block w, with an online softmax and sums of its own, so
         the main loop has no barrier. Codes are loaded in vectors of 16 bytes that are fragments of operand A; the next block is
         loaded to registers while this one is multiplied: K after the scores, V after the sums (parts/kv_block.py)
-Scales  K's scale multiplies the score, V's the weight p. p is relative to the largest p * scale, so that it fits fp16 whatever
-        the size of V; with 2^14 as its largest value, weights down to 2^-28 are as exact as fp16
-Token   every program turns q, rotates it if keys are rotated, and divides it by its largest element. Split 0 also quantizes and
-        stores the new k and v, and uses them as stored
+Lanes   lane 4g + t of a warp belongs to lane group g and has index t in it. It computes scores of the tokens 8r + g of the
+        warp's 32 tokens, for r from 0 to 3, and the query heads 2t and 2t + 1
+Scales  K's scale multiplies the score, V's the softmax weight p = 2^(score - maximum). p * scale is rounded to fp16. The
+        maximum is chosen so that the largest p * scale is 2^14, whatever the size of V; relative to the largest, products down
+        to 2^-28 are then as exact as fp16
+Token   every program applies RoPE to q, rotates it if keys are rotated, and divides it by its largest element. Split 0 also
+        quantizes and stores the new k and v, and uses them as stored
 Overlap page tables, positions and the first block are read before the wait for the previous kernel (sm_90), as in
         paged_attention.py
 Verify  as in paged_attention.py: a launch of its own stores the keys and values of all rows
@@ -60,17 +63,17 @@ from lowbit.pack.kv_pages import KVPages, padded_head
 WARPS = THREADS // 32
 
 LOWEST = gl.constexpr(-1e30)
-"""The largest score before the first token. It is finite, so that differences are numbers."""
+"""Initial value of the maximum of scores. It is finite, so that a difference of two maxima is not NaN."""
 
 LARGEST_WEIGHT = gl.constexpr(14.0)
-"""log2 of the largest weight of a value in fp16."""
+"""log2 of the largest p * scale, which is stored in fp16."""
 
 LEAST_SCALE = gl.constexpr(2.0**-25)
 """Half of the smallest positive fp16 scale; stands for a scale of 0 in logarithms."""
 
 
 def _dummies(text: str) -> str:
-    """PTX with a predicate `some` that also sets the dummy outputs $0 to $7."""
+    """PTX of `text` with a predicate register `some`; then sets the outputs $0 to $7 to 0."""
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(8))
     return f"{{ .reg .pred some; {text} {zeros} }}"
 
@@ -99,7 +102,7 @@ def _word_stores(bits: int) -> str:
 @dataclass(frozen=True)
 class PackedAttention:
     """The kernel's compile-time configuration. `k` and `v` are formats; `k_rotated` and `v_rotated` say which of them are
-    rotated. Splits are no part of it: all batches and contexts share a kernel."""
+    rotated. The number of splits is not part of it, so all batches and contexts share a kernel."""
 
     shape: AttentionShape
     k: str
@@ -116,14 +119,15 @@ class PackedAttention:
     low_half = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
     high_half = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, high; }"
     transposed_pair = "{ .reg .b32 t; cvt.rn.f16x2.f32 t, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, t; }"
-    """PTX that rounds two columns of a row g to fp16 and returns the pair of rows of a column g."""
+    """PTX that transposes 8 x 8 numbers, rounded to fp16. Lane 4g + t passes elements 2t and 2t + 1 of row g, and gets elements
+    2t and 2t + 1 of column g."""
     load_pair = "ld.volatile.shared.v2.f32 {$0, $1}, [$2];"
     load_float = "ld.shared.f32 $0, [$1];"
     load_four = "ld.volatile.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
     store_pair = "st.volatile.shared.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0;"
     store_shared = "st.shared.f32 [$1], $2; mov.b32 $0, 0;"
 
-    # Of 8 neighbouring elements of a thread, with outputs $0 to $7.
+    # The following instructions move 8 neighbouring elements of a thread. Their outputs are $0 to $7.
     store_chunk = _dummies("setp.ne.s32 some, $20, 0; @some st.shared.v4.b32 [$12], {$8, $9, $10, $11};")
     store_chunk_constraints = ",".join(["=r"] * 8 + ["r"] * 4 + ["r"] * 16)
     store_floats = _dummies(
@@ -188,8 +192,8 @@ class PackedAttention:
 
     @property
     def score_factor(self) -> float:
-        """Factor from sums to what `powers` takes, for q whose largest element is 1: scores in base 2, or with a softcap the
-        exponent of 2 in tanh(x) = 1 - 2 / (1 + 2 ** (2 log2(e) x))."""
+        """Factor from q . k to the argument of `powers`. This is a score in base 2, or with a softcap the exponent of 2 in
+        tanh(x) = 1 - 2 / (1 + 2 ** (2 log2(e) x)), where x = q . k * scale / softcap."""
         softcap = self.shape.softcap
         return self.shape.scale * math.log2(math.e) * (2 / softcap if softcap else 1.0)
 
@@ -236,7 +240,8 @@ class PackedAttention:
 
     @property
     def sums_row(self) -> int:
-        """Bytes of a row of sums. Lanes 4g + t store to rows 2t and element g: 8 banks for t."""
+        """Bytes of a row of sums. Lanes 4g + t store element g of rows 2t. Two rows are 8 banks apart, so each of the 32 lanes
+        uses another bank."""
         return 4 * (self.head_dim + 4)
 
     @property
@@ -256,7 +261,7 @@ class PackedAttention:
 
 @gluon.jit
 def powers(dots, C: gl.constexpr):
-    """Returns base-2 scores of products q . k times C.score_factor."""
+    """Returns base-2 scores. `dots` are products q . k times C.score_factor."""
     if C.shape.softcap > 0:
         return (1.0 - 2.0 / (1.0 + gl.exp2(dots))) * C.cap_log2
     else:
@@ -275,8 +280,8 @@ class Lanes:
 
 @aggregate
 class Row:
-    """What a program computes: kv head, first query head of its group of up to 8, row and its position, split, number of
-    active splits and of all splits."""
+    """What a program computes: kv head, first of up to 8 query heads (counted within the kv head), row and its position, split,
+    number of active splits and of all splits."""
 
     head: gl.tensor
     first: gl.tensor
@@ -320,7 +325,7 @@ def octet_scale(words, r: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def over_groups(x, MAX: gl.constexpr):
-    """Returns the maximum or the sum of the 8 lane groups, in all their lanes."""
+    """Returns in each lane the maximum or the sum of x over the 8 lanes that have the same index t."""
     for step in gl.static_range(2, 5):
         other = exchanged(x, 1 << step)
         if MAX:
@@ -335,7 +340,7 @@ def weights(dots, k_scales, v_scales, factor, n, oldest, position, top, total, a
     """One step of the online softmax, for tokens n + 8r + g and heads 2t, 2t + 1. Returns p * scale as operand B, the factors
     of earlier sums, the new shifted maxima and sums of p.
 
-    The maximum is that of score + log2(scale of v); `top` is LARGEST_WEIGHT less."""
+    A shifted maximum (`top`) is the largest score + log2(scale of v), minus LARGEST_WEIGHT."""
     powers_, scales, highest = (), (), (top[0], top[1])
     for r in gl.static_range(4):
         token = n + r * 8 + at.group
@@ -364,7 +369,7 @@ def weights(dots, k_scales, v_scales, factor, n, oldest, position, top, total, a
 
 @gluon.jit
 def read_q(at, C: gl.constexpr):
-    """Returns the words of q that a lane needs as operand B. The main loop reads them again for each block, which costs fewer
+    """Returns the words of q that a lane needs as operand B. The main loop reads them again for each block, which saves
     registers: 16 of 128 for heads of 128 elements."""
     CHUNKS: gl.constexpr = C.block.chunks
     q = ()
@@ -382,15 +387,16 @@ def read_factors(at, C: gl.constexpr):
 
 @gluon.jit
 def attend_to_pages(k, v, k_scale, v_scale, table, begin, end, oldest, row, loaded_k, loaded_v, now, page, at, C: gl.constexpr):
-    """Returns a warp's accumulators and sums of weights (`KVBlock.value_asm`), its shifted maxima and sums of p of heads 2t and
-    2t + 1, over its blocks of the pages `begin` to `end`. The first block is loaded already; `now` and `page` are the numbers
-    of the first two pages."""
+    """Attends to a warp's blocks of the pages `begin` to `end`. Returns its accumulators and sums of weights
+    (`KVBlock.value_asm`), its shifted maxima and its sums of p, both of heads 2t and 2t + 1. The first block is loaded already;
+    `now` and `page` are the numbers of the first two pages."""
     B: gl.constexpr = C.block
     K_WORDS: gl.constexpr = 4 * B.k_vectors
     V_WORDS: gl.constexpr = 4 * B.v_vectors
     FLOATS: gl.constexpr = B.accumulators + 2
     start = asm(B.start_asm, B.start_constraints, read_q(at, C), (gl.float32, gl.float32))
-    kept = start_of(C.at_start + at.place * 8, C)  # each thread reads what it wrote, as all that write there do
+    # Threads that share an address write the same values, so each can read them back without a barrier.
+    kept = start_of(C.at_start + at.place * 8, C)
     run(C.store_pair, "=r,r,f,f", [kept, start[0], start[1]])
     zero = start[0] * 0.0
     y = ()
@@ -429,8 +435,8 @@ def start_of(offset, C: gl.constexpr):
 
 @gluon.jit
 def share_q(q, most, d, C: gl.constexpr):
-    """Stores q [128, elements], divided by the largest element of its row, in shared memory; and these largest elements, times
-    the factor of scores."""
+    """Stores in shared memory q [128, elements], which is divided by the largest element of its row, and the largest elements
+    `most` [128], times the factor of scores."""
     LAYOUT: gl.constexpr = C.rows_layout
     head = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)) // 16
     odd = d // 2 % 2 == 1
@@ -447,7 +453,8 @@ def share_q(q, most, d, C: gl.constexpr):
 
 @gluon.jit
 def store_codes(pages, codes, scales, scale, page, place, head, d, VALUES: gl.constexpr, C: gl.constexpr):
-    """Stores the codes [128, elements] of a token, of which all rows are equal, and its scale [128]; by the first row."""
+    """Stores the codes and the scale of a token. All rows of `codes` [128, elements] and all of `scale` [128] are equal; the
+    threads of the first row store them."""
     LAYOUT: gl.constexpr = C.rows_layout
     VECTORS: gl.constexpr = C.block.v_vectors if VALUES else C.block.k_vectors
     WORDS: gl.constexpr = VECTORS // C.block.chunks  # words of a lane for 8 elements of a token
@@ -481,9 +488,9 @@ def store_codes(pages, codes, scales, scale, page, place, head, d, VALUES: gl.co
 
 @gluon.jit
 def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos, sin, d, C: gl.constexpr):
-    """Quantizes the new key and value, and stores them unless they are in the pages already. Unless it only appends, stores the
-    token's score for each row of q, and its value, both as stored in the pages, in shared memory. q is the quotient by its
-    largest element `most` [128]."""
+    """Quantizes the new key and value, and stores them unless they are in the pages already. If the launch attends, also stores
+    in shared memory the token's score for each row of q and its value, both computed from the codes. q is already divided by
+    its largest element `most` [128]."""
     LAYOUT: gl.constexpr = C.rows_layout
     K: gl.constexpr = C.k
     V: gl.constexpr = C.v
@@ -523,7 +530,7 @@ def new_token(qkv_row, k, v, k_scale, v_scale, table, row, q, most, k_norm, cos,
 
 @gluon.jit
 def share_sums(shared, y, top, total, at, C: gl.constexpr):
-    """Stores a warp's sums, without the offsets of codes, its maxima and its sums of p in shared memory."""
+    """Stores a warp's sums, from which the offsets of codes are subtracted, its maxima and its sums of p in shared memory."""
     B: gl.constexpr = C.block
     COUNT: gl.constexpr = B.accumulators
     for i in gl.static_range(2):

@@ -10,12 +10,12 @@ Grid    kv heads x rows x splits; it stays the same while contexts change. A pro
 Program one split of one kv head, whose query heads are 16 rows of mma.sync. While a block of keys and values is multiplied, the
         next one is loaded to registers, or several to shared memory (`DecodeTile.stages`). Split 0 includes the new token,
         without reading it back from memory
-Overlap page tables, positions, gammas (by four warps) and, with one stage, the first block of old keys are read before the
-        wait for the previous kernel (sm_90). No kernel of this step writes them. The previous step is complete, because the
-        first kernel of a step lets the next one start only after it has waited itself
+Overlap page tables, positions, gammas (in programs of four warps) and, with one stage, the first block of old keys and values
+        are read before the wait for the previous kernel (sm_90). No kernel of this step writes them. The previous step is
+        complete, because the first kernel of a step lets the next one start only after it has waited itself
 Verify  with several new tokens of a sequence among the rows (`task`), a launch of its own stores the keys and values of all
         rows: the same kernel up to the append. The next launch waits for it, then reads all keys before the row's position
-        from the pages. A row has the bits of a step of this token alone
+        from the pages. Each row gets the same bits as in a step with this token alone
 Combine the last split to arrive for a row and kv head adds all splits in order; a counter, which is zero afterwards, identifies
         it
 Sinks   an additional score per head without a value: split 0 starts with it and the new token
@@ -96,18 +96,18 @@ class PagedAttention:
 
     @property
     def early_gammas(self) -> bool:
-        """True if gammas are loaded before the wait for the previous kernel. Done where there are enough registers."""
+        """True if gammas are loaded before the wait for the previous kernel, as far as registers suffice."""
         return self.tile.warps == 4
 
     @property
     def few_heads(self) -> bool:
-        """True if splits are combined with weights by head (`combine`)."""
+        """True if `combine` adds the splits, which computes weights head by head; False: `combine_wide`."""
         return self.group_rows <= 4
 
     @property
     def ahead(self) -> bool:
-        """True if the next splits' results are loaded while the weights of all splits are computed and previous results are
-        added. Done where there are enough registers."""
+        """True if registers suffice to load the next splits' results while the weights of all splits are computed and previous
+        results are added."""
         few = self.few_heads and self.lanes <= 32 * self.tile.warps
         return few and self.copies > 1 and self.tile.stages == 1
 
@@ -163,7 +163,8 @@ def scores(q, keys, n0, oldest, end, C: tl.constexpr):
 
 @triton.jit
 def with_sink(score, sinks, head, C: tl.constexpr):
-    """(maximum, weight of the score, sum of both weights) [16] of the new token's scores and the sinks of their heads."""
+    """Returns (larger of score and sink, weight of the score, sum of both weights) [16], for the new token's score and the sink
+    of each head."""
     r = tl.arange(0, 16)
     sink = tl.load(sinks + head * C.group + r % C.group).to(tl.float32) * 1.4426950408889634
     top = tl.maximum(score, sink)
@@ -259,8 +260,8 @@ def combine(out, sums, tops, active, C: tl.constexpr):
 
 @triton.jit
 def combine_wide(out, sums, tops, active, C: tl.constexpr):
-    """As `combine`, for many heads: the weights of all splits of a round are one tile [splits, rows]. Weights by head, as
-    `add_parts` has them, would take C.round * group scalar loads and exponentials in every thread."""
+    """As `combine`, for many heads. The weights of C.round splits are computed as one tile [splits, rows]. Head by head, as in
+    `add_parts`, they would take C.round * group scalar loads and exponentials in every thread."""
     GROUP: tl.constexpr = C.group
     ROUND: tl.constexpr = C.round
     ROWS: tl.constexpr = C.group_rows
@@ -371,7 +372,7 @@ def paged_attention(
     q, other = pairs(qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim, (r >= 0)[:, None], d, C, C.copies > 1)
     if not C.early_gammas and q_norm is not None:
         q_gammas = gammas(q_norm, d, C)
-    if C.copies > 1:  # loaded with q
+    if C.copies > 1:  # the new token is loaded together with q
         if not C.early_gammas and k_norm is not None:
             k_gammas = gammas(k_norm, d, C)
         new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_gammas, C)
@@ -448,8 +449,8 @@ class PagedAttentionPlan:
             self.append_config = replace(self.config, task=DecodeTask.APPEND)
             self.append = Launcher(paged_attention, (shape.kv_heads, rows, 1), tile.warps, overlap=overlap)
         grid = (shape.kv_heads, rows, tile.splits)
-        # By default ptxas spills a little rather than use more than 168 registers. Tiles with several stages need no more than
-        # 168.
+        # Without a limit ptxas uses at most 168 registers, with which 12 warps share an SM, and spills a little. Tiles with one
+        # stage may have all 255; tiles with several stages need no more than 168.
         most = 255 if tile.stages == 1 else 168
         self.launch = Launcher(paged_attention, grid, tile.warps, overlap=self.config.overlap, registers=most)
 

@@ -122,7 +122,7 @@ def plain_scaled_gemm(
             acc += part_sum * block_scale_of(x_scale, scale, group, groups, scale_stride, tokens, channels, M, N, C)
         else:
             acc = mma_v2(a, b, acc)
-    wait_copies(0)  # copies beyond K write zeros; they must not outlive the block
+    wait_copies(0)  # the last prefetches lie beyond K and copy zeros; no copy may outlive the block
     result = finished(acc, ScaledEpilogueArgs(x_scale, x_zero, channel_scale, sums, bias, y_scale), tokens, channels, M, N, C)
     at = y + of_tokens(tokens.to(gl.int64) * N, C) + of_channels(channels, C)
     gl.store(at, result, mask=of_tokens(tokens < M, C) & of_channels(channels < N, C))

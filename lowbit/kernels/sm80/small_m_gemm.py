@@ -5,8 +5,8 @@ Reads   x fp16 or bf16, rows of 16-byte vectors; w in FragmentOrder, one stream 
 Grid    blocks of rows x blocks of tokens x splits of K; about one thread block per SM, all in one wave
 Warps   warps_n x warps_k: each row of warps has `row_blocks` row blocks, whose k blocks (128 columns) its warps_k warps take
         round-robin
-Ring    every warp fills and reads its own ring buffer: no barrier in the main loop, all slots in flight (parts/ring.py) K block
-        codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/k_block.py)
+Ring    every warp fills and reads its own ring buffer: no barrier in the main loop, all slots in flight (parts/ring.py)
+K block codes -> halves -> mma.sync; group scales multiply each group's sum in fp32 (parts/k_block.py)
 Sum     slices of K are reduced once, through shared memory, in a fixed order: same input, same bits. With splits > 1 the last
         block to arrive adds the sums of all splits, also in order
 Epilogue  scales and bias; for up to 16 tokens of a decode step also norm, gate, residual (parts/small_m_epilogue.py)
@@ -29,6 +29,7 @@ from lowbit.kernels.parts.epilogue import Epilogue
 from lowbit.kernels.parts.gluon import gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.k_block import BLOCK_K, KBlock
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.lora_epilogue import LoraArgs
 from lowbit.kernels.parts.ring import Ring, RowRing
 from lowbit.kernels.parts.ring_loop import RingBlock, addresses_of, advance, copy_block, iteration, read_block, source_of
 from lowbit.kernels.parts.small_m_epilogue import (
@@ -39,17 +40,20 @@ from lowbit.kernels.parts.small_m_epilogue import (
     load_h,
     load_rows,
     load_tokens,
+    lora_terms,
     prefetch_rows,
+    prefetch_terms,
     reduce_slices,
     reduce_splits,
     rms_factors,
+    stage_sums,
 )
 from lowbit.pack.weight import WeightForm
 
 
 @dataclass(frozen=True)
 class RingGemm(RingBlock):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     `overlap` starts the weight copies before the previous kernel has finished (programmatic dependent launch, sm_90). A block
     allocates at least `shared_bytes` of shared memory, which limits the number of blocks per SM.
@@ -73,8 +77,20 @@ class RingGemm(RingBlock):
 
     @property
     def shared_rows(self) -> int:
-        """Size of shared memory in rows of one float32 per thread. It holds the rings; the epilogue overwrites them with the
-        accumulators and, with a residual, the sums of squares of groups of 8 rows behind these."""
+        """Size of shared memory in rows of one float32 per thread: the rings, and behind them what adapters' a x are."""
+        lora = self.epilogue.lora
+        sums = 0 if lora is None else self.ring.k_block.tokens * lora.parts * lora.rank
+        return self.ring_rows + -(-sums // self.threads)
+
+    @property
+    def lora_offset(self) -> int:
+        """Byte of shared memory at which the sums a x of adapters begin."""
+        return 4 * self.ring_rows * self.threads
+
+    @property
+    def ring_rows(self) -> int:
+        """Rows of shared memory for the rings; the epilogue overwrites them with the accumulators and, with a residual, the
+        sums of squares of groups of 8 rows behind these."""
         squares = 2 * self.row_blocks * self.ring.k_block.tokens if self.epilogue.residual else 0
         at_end = self.accumulators + -(-squares // self.threads)
         return max(-(-max(self.ring.bytes * self.warps, self.shared_bytes) // (4 * self.threads)), at_end)
@@ -82,15 +98,15 @@ class RingGemm(RingBlock):
     @property
     def rows_early(self) -> bool:
         """True if scales and other values of rows are loaded before the main loop, which takes a register for each of a
-        thread's rows. Done in a chain of short kernels, and where a thread has few rows. Otherwise they are loaded from L2 in
-        the epilogue."""
+        thread's rows. This is done in a chain of short kernels, and where a thread has few rows. Otherwise they are loaded from
+        L2 in the epilogue."""
         in_chain = self.splits == 1 and (self.epilogue.norm_parts > 0 or self.epilogue.residual)
         return in_chain or len({self.first_of_row(i) for i in range(self.outputs)}) <= 8
 
     @property
     def h_early(self) -> bool:
-        """True if h, and a bias of tokens, are loaded before the main loop. Not with splits, where only the last block of
-        several needs them."""
+        """True if h, and a bias of tokens, are loaded before the main loop. With splits they are not, since only the last of
+        the blocks that share a tile needs them."""
         return self.splits == 1
 
 
@@ -106,11 +122,11 @@ def clear_x(ring, source, C: gl.constexpr):
 @gluon.jit(do_not_specialize=["M", "N", "K", "x_stride", "row_blocks", "tiles", "scale_stride", "iterations"])
 def ring_gemm(
     y, x, w, scale, channel_scale, bias, partial, arrived, h, gamma, squares, M, N, K, x_stride, row_blocks, tiles,
-    scale_stride, iterations, factor, x_factor, inverse_width, eps, C: gl.constexpr,
+    scale_stride, iterations, factor, x_factor, inverse_width, eps, t, b, adapter_of, C: gl.constexpr,
 ):  # fmt: skip
     """One thread block: C.row_blocks row blocks of w, C.ring.k_block.tokens tokens, and the slices of K of its split.
 
-    Before griddepcontrol.wait the kernel reads only weights. It reads x, h, squares and a bias of tokens, which previous
+    Before griddepcontrol.wait the kernel reads only weights. It reads x, h, squares, a bias of tokens and t, which previous
     kernels write, after it.
     """
     R: gl.constexpr = C.ring
@@ -140,6 +156,9 @@ def ring_gemm(
         gamma = load_rows(gamma, at, C)
     if not C.rows_early:
         prefetch_rows(channel_scale, bias, gamma, thread, at, C)
+    lora = LoraArgs(t, b, adapter_of)
+    if C.epilogue.lora is not None:
+        prefetch_terms(lora, at, C)
     clear_x(ring, source, C)
     if C.overlap:
         gl.inline_asm_elementwise(
@@ -156,6 +175,8 @@ def ring_gemm(
         old = load_h(h, at, C)
     if C.epilogue.bias_of_tokens and C.h_early:
         bias = load_tokens(bias, at, C)
+    if C.epilogue.lora is not None:
+        stage_sums(lora, thread, at, C)
 
     THREADS: gl.constexpr = C.threads
     zeros = gl.zeros((THREADS,), gl.float32, gl.BlockedLayout([1], [32], [C.warps], [0]))
@@ -176,7 +197,10 @@ def ring_gemm(
         bias = load_tokens(bias, at, C)
     if not C.rows_early and C.epilogue.residual:
         gamma = load_rows(gamma, at, C)
-    epilogue_args = SmallMEpilogueArgs(factor, channel_scale, rms, bias)
+    terms = ()
+    if C.epilogue.lora is not None:
+        terms = lora_terms(lora, at, C)
+    epilogue_args = SmallMEpilogueArgs(factor, channel_scale, rms, bias, terms)
     residual = ResidualArgs(h, gamma, squares, x_factor, old)
     if C.splits == 1:
         apply_epilogue(y, sums, epilogue_args, residual, at, C)
@@ -219,22 +243,24 @@ class RingPlan:
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         sums: Tensor, arrived: Tensor, squares: Tensor | None = None, h: Tensor | None = None, gamma: Tensor | None = None,
         x_factor: float | None = None, inverse_width: float | None = None, eps: float | None = None,
+        t: Tensor | None = None, b: Tensor | None = None, adapter_of: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns y [M, N], or [M, N / 2] with a gate, of x [M, K], whose rows start at multiples of 16 bytes.
 
         Codes and scales are those of pack/weight.py, or codes are the rows of pack/dense.py, without scales. bias is [N], or
-        contiguous [M, N] with `Epilogue.bias_of_tokens`. `sums` and
-        `arrived` are the workspace. All tensors are on the current device. A norm reads `squares` float32 [norm_parts, M]:
-        partial sums of squares of the rows of h, which have 1 / `inverse_width` elements. A residual adds y to h [M, N] in
-        place, writes `squares` [squares_parts, M] and returns h * gamma * x_factor.
+        contiguous [M, N] with `Epilogue.bias_of_tokens`. `sums` and `arrived` are the workspace. All tensors are on the current
+        device. A norm reads `squares` float32 [norm_parts, M]: partial sums of squares of the rows of h, which have 1 /
+        `inverse_width` elements. A residual adds y to h [M, N] in place, writes `squares` [squares_parts, M] and returns h *
+        gamma * x_factor.
+        `t`, `b` and `adapter_of` are those of parts/lora_epilogue.py, with `Epilogue.lora`.
         """
         y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
-        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # an unused pointer where there are no scales
+        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # stands for missing scales, never read
         tiles = 0 if self.config.ring.k_block.dense else codes.shape[1]
         self.launch(
             y, x, codes, some, channel_scale, bias, sums, arrived, h, gamma, squares, self.shape.m, self.shape.n, self.shape.k,
             x.stride(0), self.shape.row_blocks, tiles, 0 if scale is None else scale.stride(0), self.iterations, self.factor,
-            x_factor, inverse_width, eps, self.config,
+            x_factor, inverse_width, eps, t, b, adapter_of, self.config,
         )  # fmt: skip
         return y
 

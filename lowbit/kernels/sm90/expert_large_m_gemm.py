@@ -1,9 +1,9 @@
 """y[slot] = x[slot's position] . dequant(w[expert of slot])[N, K]^T for many rows per expert, wgmma and TMA: sm_90a.
 
 Computes y^T = w x^T like large_m_gemm.py, with the same main loop (parts/wgmma_loop.py).
-Reads   x in the order of slots sorted by expert, by TMA in swizzled tiles of tokens x 64. The rows of an expert are contiguous;
-        a tile with fewer rows also loads rows of the next expert, which are multiplied but not stored. w in FragmentOrder by
-        TMA, all experts as one matrix; the list of tiles of ops/route.py: (expert, first position, rows)
+Reads   x in the order of slots sorted by expert, by TMA in swizzled tiles of tokens x 64 columns of K. The rows of an expert
+        are contiguous; a tile with fewer rows also loads rows of the next expert, which are multiplied but not stored. w in
+        FragmentOrder by TMA, all experts as one matrix; the list of tiles of ops/route.py: (expert, first position, rows)
 Roles   load: 1 warp; math: 2 warpgroups: wait, dequantize, scale, wgmma with two steps in flight, store
 Grid    persistent, one block per SM; blocks take tiles round-robin. The number of tiles is read from memory. Row tiles of the
         same entry of the list are neighbours, and the next entry is often one of the same expert, so L2 serves x and w
@@ -54,7 +54,7 @@ from lowbit.pack.weight import WeightForm
 
 @dataclass(frozen=True)
 class ExpertWgmmaGemm(WgmmaBlock):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     A tile is `tokens` x 64 * warpgroups rows of w. A stage has 64 columns of K; `stages` is even, and K is padded to a multiple
     of 128. `whole`: rows of y are whole vectors of 8 elements. `weighted`: y is multiplied by the router weight.
@@ -88,7 +88,8 @@ class ExpertWgmmaGemm(WgmmaBlock):
 
 @aggregate
 class TileList:
-    """The list of tiles; the numbers of its tiles, of row tiles and row blocks of an expert, and of iterations that cover K."""
+    """The list of tiles, and the numbers of its tiles, of an expert's row tiles and row blocks, and of iterations that cover
+    K."""
 
     tiles: Scalar
     count: Scalar
@@ -153,7 +154,7 @@ class ExpertMathArgs:
 
 @gluon.jit
 def listed_tile(index, listed, C: gl.constexpr):
-    """Returns the tile with index `number`. The last row tile of an expert begins early enough to be full; rows that are in two
+    """Returns the tile with index `index`. The last row tile of an expert begins early enough to be full; rows that are in two
     tiles are stored twice, with the same bits."""
     entry = listed.tiles + 3 * (index // listed.row_tiles)
     row_block = gl.minimum(index % listed.row_tiles * C.warps, listed.row_blocks - C.warps)
@@ -276,7 +277,7 @@ def expert_wgmma_gemm(
         SlotOutput(y, columns, N, order, weights), listed,
     )  # fmt: skip
     loader_args = ExpertLoaderArgs(w_descs, x_desc, w, x, barriers, listed)
-    # All warpgroups are one role, as in large_m_gemm.py.
+    # All math warpgroups are one role, as in large_m_gemm.py.
     gl.warp_specialize([(multiply_experts, (math_args, C)), (load_experts, (loader_args, C))], [1], [24])
 
 

@@ -1,10 +1,11 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T for large M, any code width, wgmma and TMA: sm_90a.
 
 Computes y^T = w x^T: dequantized weights are the register operand A of wgmma, 64 rows per warpgroup; x is operand B.
-Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 columns of K per warpgroup and stage
+Reads   x by TMA in swizzled tiles of tokens x 64 columns of K; w in FragmentOrder by TMA, 64 rows x 64 columns of K per
+        warpgroup and stage
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, dequantize, scale, wgmma with two steps in flight, store by TMA
 Ahead   first, descriptors are prefetched. Codes and scales of the first stages are loaded before the previous kernel has
-        finished; x, which that kernel may write, and inputs of the epilogue are loaded after it, concurrently
+        finished. x and inputs of the epilogue, which that kernel may write, are loaded concurrently after it
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other
 Grid    persistent, one block per SM; tiles are ordered in groups of token tiles, so that a wave shares x and w in L2
 Sum     in fp32, K in order; partial sums of several blocks are added by one of them in order: same input, same bits
@@ -56,6 +57,7 @@ from lowbit.kernels.parts.large_m_epilogue import (
     wait_for_h,
 )
 from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
+from lowbit.kernels.parts.lora_epilogue import LoraArgs
 from lowbit.kernels.parts.operand import read_words
 from lowbit.kernels.parts.pipeline import make_barriers
 from lowbit.kernels.parts.producer import load
@@ -79,7 +81,7 @@ from lowbit.pack.weight import WeightForm
 
 @dataclass(frozen=True)
 class WgmmaGemm(WgmmaBlock, SquaresLayouts):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     A tile is `tokens` x 64 * warpgroups rows of w. A stage has 64 columns of K; `stages` is even, and K is padded to a multiple
     of 128. `splits` 0: stream-K (parts/schedule.py).
@@ -100,8 +102,8 @@ class WgmmaGemm(WgmmaBlock, SquaresLayouts):
 
     @property
     def last_is_full(self) -> bool:
-        """True if the last of several token tiles begins earlier where that fills it. Not with stream-K, where the two tiles
-        that share tokens would divide K differently and give different bits."""
+        """True if the last of several token tiles begins early enough to be full. With stream-K it does not: the two tiles that
+        share tokens would divide K differently and give different bits."""
         return self.splits > 0
 
     @property
@@ -114,8 +116,8 @@ class WgmmaGemm(WgmmaBlock, SquaresLayouts):
 
     @property
     def stages_ahead(self) -> int:
-        """Number of stages whose weights are loaded before the previous kernel has finished, which x must wait for. Few where x
-        is large, since its copies are queued behind those of the weights."""
+        """Number of stages whose weights are loaded before the previous kernel has finished. They are few where x is large: the
+        copies of x, which must wait for that kernel, are queued behind those of the weights."""
         return self.stages if self.tokens < 128 else 2
 
     @property
@@ -259,7 +261,7 @@ def math(p, C: gl.constexpr):
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, p.tiles, C)
         first_row, first_token = row_tile * C.rows, first_token_of(token_tile, p.tiles, C)
-        prefetch_rows(p.epilogue_args, p.stream, first_row, p.out.N, C)
+        prefetch_rows(p.epilogue_args, p.stream, first_row, first_token, p.out.N, p.out.M, C)
         if C.dequantizer.pair_words > 0:
             prefetch_scales(p, index + gl.num_programs(0), thread, C)
         scale = scales_of_pair(p.scales, row_tile, thread, C)
@@ -289,8 +291,8 @@ def math(p, C: gl.constexpr):
 )
 def wgmma_gemm(
     w_desc, w_desc_1, w_desc_2, x_desc, y_desc, h_desc, y, scale, channel_scale, bias, partial, arrived, gamma, squares, M, N,
-    token_tiles, channel_tiles, iterations, scale_stride, last_group, row_blocks, factor, x_factor, inverse_width, eps,
-    C: gl.constexpr,
+    token_tiles, channel_tiles, iterations, scale_stride, last_group, row_blocks, factor, x_factor, inverse_width, eps, t, b,
+    adapter_of, C: gl.constexpr,
 ):  # fmt: skip
     """Sets up stages, barriers and roles. There is one descriptor of w per plane of codes; the others are None."""
     PLANES: gl.constexpr = C.dequantizer.planes
@@ -326,7 +328,9 @@ def wgmma_gemm(
     fence_async_shared()
     barrier()
     tiles = TileGrid(token_tiles, channel_tiles, iterations, M)
-    stream = ResidualStream(squares, inverse_width, eps, x_factor, gamma, h_desc, h_tile, h_there, sums)
+    stream = ResidualStream(
+        squares, inverse_width, eps, x_factor, gamma, h_desc, h_tile, h_there, sums, LoraArgs(t, b, adapter_of)
+    )
     math_args = WgmmaMathArgs(
         w, x, Scales(scale, scale_stride, last_group, row_blocks), SplitKWorkspace(partial, arrived),
         LargeMEpilogueArgs(channel_scale, bias, factor), stream, OutputTile(y_desc, y, y_tile, M, N), tiles,
@@ -379,13 +383,14 @@ class WgmmaPlan(TilePlan):
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         sums: Tensor, arrived: Tensor, squares: Tensor | None = None, h: Tensor | None = None, gamma: Tensor | None = None,
         x_factor: float | None = None, inverse_width: float | None = None, eps: float | None = None,
+        t: Tensor | None = None, b: Tensor | None = None, adapter_of: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns y [M, N], or [M, N / 2] with a gate, of x [M, K], whose rows start at multiples of 16 bytes.
 
         Codes and scales are those of pack/weight.py. `sums` and `arrived` are the workspace. All tensors are on the current
         device. A norm reads `squares` float32 [norm_parts, M]: partial sums of squares of the rows of h, which have 1 /
         `inverse_width` elements. A residual adds y to h [M, N] in place, writes `squares` [squares_parts, M] and returns h *
-        gamma * x_factor.
+        gamma * x_factor. t, b and adapter_of: those of parts/lora_epilogue.py, with `Epilogue.lora`.
         """
         y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
         self.launch(
@@ -393,7 +398,7 @@ class WgmmaPlan(TilePlan):
             self.y_descriptor(y.data_ptr()), None if h is None else self.h_descriptor(h.data_ptr()), y,
             codes if scale is None else scale.view(torch.int32), channel_scale, bias, sums, arrived, gamma, squares,
             self.shape.m, self.shape.n, *self.tiles, self.iterations, 0 if scale is None else scale.stride(0) // 2,
-            self.last_group, codes.shape[0], self.factor, x_factor, inverse_width, eps, self.config,
+            self.last_group, codes.shape[0], self.factor, x_factor, inverse_width, eps, t, b, adapter_of, self.config,
         )  # fmt: skip
         return y
 

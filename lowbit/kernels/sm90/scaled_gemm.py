@@ -1,7 +1,8 @@
 """y[M, N] = scaled x[M, K] . w[N, K]^T, both of 8 bits (int8 or fp8), wgmma and TMA: sm_90a.
 
-Reads   x and w row-major by TMA, 128 columns of K per stage. Few tokens are columns of the tile (y^T = w x^T), many may be
-        rows. The operand with the tile's rows is operand A of wgmma, 64 rows per warpgroup; the other one is operand B
+Reads   x and w row-major by TMA, 128 columns of K per stage. Tokens are the columns of the tile (y^T = w x^T); if there are
+        many, they may be its rows. The matrix with the tile's rows is operand A of wgmma, 64 rows per warpgroup; the other one
+        is operand B
 Roles   load: 1 warp; math: 1 to 4 warpgroups: wgmma with two stages in flight, scale, store by TMA
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps are not synchronised with each other. The
         first weights are loaded before the previous kernel, which may write x, has finished
@@ -61,7 +62,7 @@ from lowbit.kernels.parts.tile import OPERAND_LAYOUT, STAGE_K, TILE_K, ByteTile
 
 @dataclass(frozen=True)
 class ScaledGemm(ByteTile):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     `block_scale`: w has scales of 128 x 128 blocks; the channels of a tile lie within one block.
     """
@@ -252,9 +253,9 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
     multiplied one after the other.
 
     Only the additions separate the end of a product from the start of the next one, since the wait for the next stage precedes
-    them. A product starts from zero, in the registers of the previous sums: it is passed these sums, and `never`, which is
-    always False, as the flag to add to them. If compilers could see that it is False, they would use other registers. There
-    must be at least one stage. Returns both halves, the next stage and phase.
+    them. A product starts from zero but must use the registers of the previous sums. So it is passed these sums as accumulator,
+    and `never`, which is always False, as the flag to add to them. If compilers could see that it is False, they would use
+    other registers. There must be at least one stage. Returns both halves, the next stage and phase.
     """
     low = zero_half(gl.float32, C)
     high = zero_half(gl.float32, C)

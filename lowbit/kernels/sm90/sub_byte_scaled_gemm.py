@@ -63,10 +63,10 @@ from lowbit.kernels.parts.tile import STAGE_K, ByteTile
 
 @dataclass(frozen=True)
 class NarrowGemm(ByteTile):
-    """The kernel's compile-time configuration. Equal ones give results that are equal to the last bit.
+    """The kernel's compile-time configuration. Kernels with equal configurations give bit-equal results.
 
     Columns are tokens; `stages` is even, and K is padded to a multiple of 256. `grouped`: scales are 16-bit floats, one for
-    each group of 128 columns of K, and `promote` is True; else fp32, one for each channel.
+    each group of 128 columns of K, and `promote` is True. Otherwise scales are fp32, one for each channel.
     """
 
     format: str
@@ -295,7 +295,7 @@ def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
     multiplied one after the other.
 
     While the second half is multiplied, the next stage is dequantized. Returns the totals of both halves, the next stage and
-    phase. Nothing of the next tile is read ahead, for lack of registers while this tile is stored.
+    phase. Nothing of the next tile is read ahead, since there are no registers for it while this tile is stored.
     """
     sums = zero_half(C.sums, C)
     low = zero_half(gl.float32, C)

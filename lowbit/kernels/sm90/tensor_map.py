@@ -148,9 +148,9 @@ def _tiled(
 class WindowOperand:
     """Kernel arguments of one product of a convolution: packed weights, and geometry of windows in its input.
 
-    A copy loads `step_bytes` of each of `pixels` windows. With `images`, they pack the input, and `product` is
-    `images.product`. Descriptors of 128 bytes are created once for each address and size. They are never freed, since captured
-    graphs read them.
+    A copy loads `step_bytes` bytes of each of `pixels` windows. `images` describes the packed input of a stem, for which
+    `product` is `images.product`. Descriptors of 128 bytes are created once for each address and size. They are never freed,
+    since captured graphs read them.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class WindowOperand:
 
 
 NO_OPERAND = (None, None, *(0,) * 8)
-"""The arguments of a second product in layers that have none."""
+"""Arguments that stand for the second product in layers without one."""
 
 
 def stem_windows(

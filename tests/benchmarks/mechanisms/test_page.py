@@ -23,7 +23,7 @@ def rows_of_runs():
 
 
 def tables(text):
-    """{heading: tables below it}; a table is a list of rows of cells, the header first."""
+    """Returns {heading: tables below it}. A table is a list of rows of cells, of which the first is the header."""
     found, heading, open_table = {}, "", False
     for line in text.splitlines():
         if line.startswith("## "):
@@ -37,7 +37,7 @@ def tables(text):
 
 
 def rows_of(line, head, rows):
-    """The measured rows to which a table line may refer: those with the dtype, the format and the M that it names."""
+    """Returns the measured rows to which a table line may refer: those with the dtype, format and M that the line names."""
     named, m = line[0].split(), line[head.index("M")] if "M" in head else None
     if line[0] in OF_LINES:
         rows = [row for row in rows if row["part"] == "lines" and row["case"] == OF_LINES[line[0]]]
@@ -58,7 +58,7 @@ def figures_of(rows):
 
 
 def unknown(cells, values):
-    """The numbers in table cells that equal none of the values, when these are rounded to as many digits."""
+    """Returns the numbers in table cells that equal none of the values, rounded to the digits of the cell."""
     found = []
     for cell in cells:
         if re.fullmatch(r"\d+(\.\d+)?", cell):

@@ -144,7 +144,7 @@ def test_a_profiler_that_does_not_end_is_ended_with_what_it_started(tmp_path, mo
     number = tmp_path / "pid"
     with pytest.raises(subprocess.TimeoutExpired):
         counters._ended(["sh", "-c", f"sleep 60 & echo $! > {number}; wait"])
-    for _ in range(100):  # a killed process is reaped by its new parent
+    for _ in range(100):  # the profiler's child was killed; its new parent has to reap it
         status = Path("/proc", number.read_text().strip(), "stat")
         if not status.exists() or ") Z " in status.read_text():
             break

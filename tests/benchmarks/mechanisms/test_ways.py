@@ -143,8 +143,8 @@ def test_products_by_another_conversion_compile(scheme, dtype, m):
     shape = GemmShape(TOKENS[-1] if tile else m, 8192, 8192, fmt.bits)
     form = WeightForm(fmt.name, 0, "none", "fp16")
     others = ways(fmt.name, dtype)[1:]
-    # Conversion is the same code in each kernel. It has the fewest registers with 64 tokens, where four warpgroups share an SM,
-    # so every conversion runs there and one in the other kernels.
+    # Conversion is the same code in each kernel. Kernels for 64 tokens leave it the fewest registers, since four warpgroups
+    # share an SM. So every conversion runs there, and only one in the other kernels.
     for way in others if m == 64 else others[:1] if m == 1 else others[-1:]:
         plan = plan_for(tile or choose(shape, machine), shape, form, TORCH[dtype], False, machine)
         decode_by(plan, way.conversion)

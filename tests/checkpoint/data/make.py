@@ -31,7 +31,7 @@ def sha(weight):
 def finish(folder, expected):
     """Removes all files but those that the tests read, and writes `expected.json`."""
     config = folder / "config.json"
-    if config.exists():  # a temporary path of the run says nothing
+    if config.exists():  # the file names a temporary path of the run, which would differ each time
         config.write_text(re.sub(r',?\s*"offload_to_disk_path": "[^"]*"', "", config.read_text()))
     (folder / "expected.json").write_text(json.dumps(expected, indent=1, sort_keys=True) + "\n")
     for path in folder.iterdir():
@@ -127,7 +127,8 @@ def auto_round_read(folder):
 
 
 def autoawq(source, out):
-    """The model's layers must all have a multiple of 64 channels; AutoAWQ 0.2.9 works with Transformers up to 4.51."""
+    """Quantizes with AutoAWQ, which needs a multiple of 64 channels in all layers. AutoAWQ 0.2.9 works with Transformers up to
+    4.51."""
     from awq import AutoAWQForCausalLM
     from transformers import PreTrainedTokenizerFast
 
@@ -149,9 +150,8 @@ def autoawq_read(folder):
 
 
 def gptqmodel_read(folder):
-    """Weights of GPTQ files from loaded layers; of AWQ files from the function that its AWQ layer calls, as the layer
-    multiplies in half precision.
-    """
+    """Returns hashes of weights. For GPTQ files they are those of the loaded layers. For AWQ files they are those of the
+    function that the AWQ layer calls, since the layer itself multiplies in half precision."""
     from gptqmodel import BACKEND, GPTQModel
     from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
@@ -192,7 +192,7 @@ def gptqmodel(source, out):
             reader.scales = reader.scales.float()
             expected[layer] = sha(reader.dequantize_weight().T)
         finish(folder, expected)
-    for name, sym in (("asym", False), ("sym", True)):  # it wants a multiple of 64 channels in all layers
+    for name, sym in (("asym", False), ("sym", True)):  # GPTQModel's AWQ needs a multiple of 64 channels in all layers
         config = QuantizeConfig(bits=4, group_size=32, sym=sym, quant_method="awq", format="gemm")
         net = GPTQModel.load(f"{source}-wide", config, device="cpu")
         net.quantize(calibration, batch_size=1)
@@ -235,7 +235,7 @@ def llmcompressor(source, out):
         net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
         if "config_groups" not in options:
             options["targets"] = "Linear"
-        # A static scale of activations needs texts.
+        # Only a static scale of activations needs texts for calibration.
         texts = {"input_ids": torch.randint(0, 100, (8, 32)).tolist(), "attention_mask": torch.ones(8, 32).long().tolist()}
         texts = {"dataset": Dataset.from_dict(texts), "max_seq_length": 32} if name == "nvfp4" else {}
         oneshot(model=net, recipe=QuantizationModifier(ignore=["lm_head"], **options), **texts)
@@ -246,7 +246,7 @@ def llmcompressor(source, out):
 def llmcompressor_read(folder):
     from transformers import AutoModelForCausalLM
 
-    # Half-precision scales times codes are exact in float32, so the tool computes in that.
+    # The model is loaded in float32, where products of half-precision scales and codes are exact.
     back = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return {n: sha(decompressed(m)) for n, m in back.named_modules() if hasattr(m, "quantization_scheme")}
 
@@ -261,7 +261,7 @@ def decompressed(module):
 
     layout = module.quantization_scheme.format
     state = {n: p.detach() for n, p in module.named_parameters() if n.startswith("weight")}
-    if "weight_global_scale" in state:  # its decompress does the same and rounds the product to bf16
+    if "weight_global_scale" in state:  # the compressor's own method computes the same, but rounds the product to bf16
         codes = unpack_fp4_from_uint8(state["weight_packed"], len(state["weight_packed"]), 2 * state["weight_packed"].shape[1])
         scale, whole = state["weight_scale"].float(), state["weight_global_scale"]
         args = module.quantization_scheme.weights
@@ -292,7 +292,8 @@ def bitsandbytes(source, out):
             if type(module).__name__ == "Linear4bit":
                 data, state = module.weight.data, module.weight.quant_state
                 absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset if nested else state.absmax
-                # Its generic kernel: the CPU one of 0.50.2 is wrong where 64 does not divide a row (its error doubles).
+                # This is the generic kernel. The CPU kernel of 0.50.2 is wrong if a row is no multiple of 64: its error
+                # doubles.
                 weight = _dequantize_4bit_compute(data.reshape(-1), absmax, state.code, 64, state.shape, torch.float16)
                 expected[layer] = sha(weight)
         finish(folder, expected)
@@ -338,7 +339,7 @@ def transformers(source, out):
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-    # Its arithmetic is plain torch; only the check for a GPU stands in the way of a CPU.
+    # The quantizer computes in plain torch. Only its check for a GPU prevents it from running on a CPU.
     FineGrainedFP8HfQuantizer.validate_environment = lambda *args, **kwargs: None
     for name, block in (("fp8-transformers", (32, 32)), ("fp8-transformers-tensor", None)):
         folder = out / name
@@ -355,7 +356,7 @@ def transformers(source, out):
 
 
 def modelopt(source, out):
-    """Exports for Transformers, and weights as ModelOpt's own tensors dequantize them."""
+    """Exports models for Transformers. The expected weights are those that ModelOpt's own tensors dequantize."""
     import copy
 
     import modelopt.torch.quantization as mtq
@@ -381,7 +382,8 @@ def modelopt(source, out):
                 packed = NVFP4QTensor(torch.Size((len(t["weight"]), 2 * t["weight"].shape[1])), torch.float32, t["weight"])
                 scales = {"scale": t["weight_scale"], "double_scale": t["weight_scale_2"], "block_sizes": {-1: 16}}
                 weight = packed.dequantize(torch.float32, **scales)
-            elif t["weight"].dtype == torch.uint8:  # ModelOpt has no function for these; what its own one packs again is right
+            # ModelOpt cannot dequantize these; the weights are right if ModelOpt packs them to the same bytes
+            elif t["weight"].dtype == torch.uint8:
                 signed = torch.stack((t["weight"] & 15, t["weight"] >> 4), dim=1).flatten(0, 1).to(torch.int8)
                 weight = torch.where(signed > 7, signed - 16, signed) * t["weight_scale"].repeat_interleave(32, dim=1)
                 assert torch.equal(pack_int4_in_uint8(weight, t["weight_scale"], 32), t["weight"])
@@ -414,7 +416,8 @@ def tensorrt_llm(out):
         export_tensorrt_llm_checkpoint(
             net.half(), "llama", torch.float16, str(folder), inference_tensor_parallel=1, inference_pipeline_parallel=1
         )
-        logits = net.float()(texts[:1, :8]).logits  # afterwards: it gives q, k and v one factor and rounds them again
+        # logits come after the export, which gives q, k and v one factor and rounds them again
+        logits = net.float()(texts[:1, :8]).logits
     expected = {"ids": texts[0, :8].tolist(), "logits": [[round(v, 4) for v in row] for row in logits[0].tolist()]}
     (folder / "expected.json").write_text(json.dumps(expected) + "\n")
 
@@ -459,7 +462,7 @@ READERS = {
     "auto-round": auto_round_read, "autoawq": autoawq_read, "gptqmodel": gptqmodel_read, "llmcompressor": llmcompressor_read,
 }  # fmt: skip
 BARE = {"tensorrt-llm": tensorrt_llm, "gguf": gguf}
-"""Tools that take no model."""
+"""Tools that need no model."""
 
 
 def read_back(tool, folder):

@@ -28,7 +28,7 @@ def shape(heads, kv_heads, head_dim, **options):
 
 @pytest.mark.parametrize(
     ("rows", "context", "tile", "us"),
-    [  # python -m benchmarks.tuning.attention, H200, 2026-11-22
+    [  # measured by python -m benchmarks.tuning.attention, H200, 2026-11-22
         (1, 8192, DecodeTile(32, 64, 64, 4), 15.1),
         (1, 32768, DecodeTile(32, 64, 64, 4), 46.3),
         (4, 1024, DecodeTile(16, 64, 16, 1), 10.8),
@@ -48,7 +48,7 @@ def test_the_model_is_near_what_was_measured(rows, context, tile, us):
 
 @pytest.mark.parametrize(("rows", "longest"), itertools.product((1, 4, 16, 64), (2048, 8192, 65536)))
 def test_the_choice_is_near_the_best_that_was_measured(rows, longest):
-    """`best` is from the measurement above: microseconds of the fastest of up to ten tiles at each batch and context."""
+    """`best` is from the measurement above: the microseconds of the fastest of up to ten tiles for each batch and context."""
     best = {(1, 1024): 5.2, (1, 8192): 15.1, (4, 1024): 10.1, (4, 8192): 39.5, (4, 32768): 130.9, (16, 1024): 20.9,
             (16, 8192): 129.5, (16, 32768): 495.0, (64, 1024): 66.4, (64, 8192): 490.4, (64, 32768): 1974.5}  # fmt: skip
     tile = choose_decode(rows, LLAMA, longest, H200)

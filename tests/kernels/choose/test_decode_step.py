@@ -10,7 +10,6 @@ from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.choose.decode_step import (
     BYTES,
-    FASTER,
     FIELDS,
     RESERVED_BYTES,
     WAITS,
@@ -160,15 +159,19 @@ def test_names():
 
 
 def test_where_one_launch_is_faster(monkeypatch):
-    """The longest context of the measurements that fit; none without measurements."""
+    """The longest context of the measurements that fit."""
     h200 = typical_machine(90)
     assert LLAMA.layer_bytes == 218_103_808 * 33 // 64  # 4 bits and a 16-bit scale for 128 weights
-    assert FASTER == () and faster_context(LLAMA, h200) == 0
-    rows = (Faster("H200", 1, 10**8, 2 * 10**8, 1024), Faster("H200", 1, 0, 2 * 10**8, 512), Faster("H100", 1, 0, 10**9, 9999))
+    assert faster_context(LLAMA, h200) == 8192
+    assert faster_context(dataclasses.replace(LLAMA, tokens=4), h200) == faster_context(MIXED, h200) == 0
+    rows = (
+        Faster("H200", 1, 4, 10**8, 2 * 10**8, 1024), Faster("H200", 1, 4, 0, 2 * 10**8, 512),
+        Faster("H200", 1, 6, 0, 10**9, 99), Faster("H100", 1, 4, 0, 10**9, 9999),
+    )  # fmt: skip
     monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", rows)
     assert faster_context(LLAMA, h200) == 1024
     assert faster_context(SMALL, h200) == faster_context(dataclasses.replace(LLAMA, tokens=2), h200) == 0
-    assert faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 512
+    assert faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 99
     assert faster_context(LLAMA, dataclasses.replace(h200, product="H100 80GB HBM3")) == 9999
     assert EXPERTS.layer_bytes < 2 * 10**8 and faster_context(EXPERTS, h200) == 0
     monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", (dataclasses.replace(rows[1], experts=True),))

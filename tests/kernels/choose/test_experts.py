@@ -42,7 +42,7 @@ def test_expected_tiles_are_those_of_random_choices(tokens, top_k, count, rows):
     mean, deviation = tiles_expected(tokens, top_k, count, rows)
     found, hit = torch.tensor(found).double(), torch.tensor(hit).double()
     assert abs(found.mean() - mean) <= 0.02 * mean and abs(hit.mean() - experts_hit(tokens, top_k, count)) <= 0.02 * mean
-    # The experts share a fixed number of slots, so their tile counts vary less than independent draws.
+    # The experts share a fixed number of slots. So their numbers of tiles vary less than independent ones.
     assert float(found.std()) <= deviation + 0.3
 
 

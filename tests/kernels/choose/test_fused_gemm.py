@@ -1,4 +1,4 @@
-"""Tiles of the fused products of a decode step: measured tiles where there are any, full waves elsewhere, never a refusal."""
+"""Tiles of the fused products of a decode step: a measured tile if there is one, otherwise full waves, and never a refusal."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def test_every_machine_has_room(machine):
 @settings(deadline=None, max_examples=60)
 @given(role=st.sampled_from(ROLES), m=st.integers(1, RING_TOKENS), n=st.integers(16, 40000), k=st.integers(8, 30000))
 def test_weights_of_16_bits_are_the_ring_kernels(role, m, n, k):
-    """16-bit weights always take the small-M kernel. Its ring may have fewer slots than row blocks, and fits shared memory."""
+    """16-bit weights always take the small-M kernel. Its ring may have fewer slots than row blocks. It always fits shared
+    memory."""
     for row in chain_candidates(role, GemmShape(m, n, k, DENSE_BITS), H200):
         assert isinstance(row.tile, RingTile) and row.tile.tokens == (8 if m <= 8 else 16)
         assert row.tile.row_blocks * row.tile.rounds % row.tile.depth == 0

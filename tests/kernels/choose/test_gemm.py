@@ -54,7 +54,8 @@ def test_every_shape_has_a_tile_that_fits_without_wgmma(m, n, k, bits, machine):
 
 
 def test_many_tokens_come_near_dense_products():
-    """On an A100 the small-M kernel would take 5.7 ms for a product that its tensor cores can do in 1.76 ms."""
+    """For many tokens on an A100, the tensor cores could compute the product in 1.76 ms, while the small-M kernel would take
+    5.7 ms. So the chosen tile must be near the former."""
     a100, shape = typical_machine(80), GemmShape(4096, 8192, 8192, 4)
     rows = candidates(shape, a100)
     ideal = 2 * shape.m * shape.n * shape.k / a100.peak_fp16 * 1e6
@@ -73,16 +74,15 @@ def test_many_tokens_come_near_dense_products():
     ],
 )  # fmt: skip
 def test_costs_of_mma_tiles_are_near_what_was_measured(m, n, k, us):
-    """Compared on an H200, although the choice there never depends on these costs (it has wgmma)."""
+    """The costs are compared with times on an H200. The choice for an H200 never depends on them, since it has wgmma."""
     rows = [mma_candidate(tile, shape, H200) for shape in [GemmShape(m, n, k, 4)] for tile in mma_tiles(shape, H200)]
     assert min(row.cost_us for row in rows if not row.reasons) == pytest.approx(us, rel=0.12)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
 def test_time_does_not_fall_as_tokens_are_added(bits, monkeypatch):
-    """By modelled cost, for weights of known models: padding is always possible, so fewer tokens must not cost more (3 %
-    slack).
-    """
+    """Modelled costs of known models' weights must not fall when tokens are added (3 % slack): fewer tokens can always be
+    padded to more."""
     monkeypatch.setattr(module, "MEASURED", ())
     tokens = [1, 2, 5, 8, 9, 16, 17, 24, 32, 33, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512, 1024, 1500, 4096]
     for n, k in weights()[::3]:

@@ -55,7 +55,7 @@ def test_time_grows_with_bytes():
 
 @pytest.mark.parametrize(
     ("rows", "context", "splits", "chunk", "us"),
-    [  # python -m benchmarks.tuning.attention --kv fp8, H200, 2026-11-28
+    [  # measured by python -m benchmarks.tuning.attention --kv fp8, H200, 2026-11-28
         (1, 1024, 8, 128, 5.57), (1, 1024, 6, 128, 6.48), (16, 8192, 3, 512, 68.3), (16, 8192, 2, 512, 74.7),
         (64, 1024, 1, 128, 42.4), (64, 8192, 1, 128, 283), (64, 8192, 3, 1024, 249), (16, 32768, 6, 512, 250),
     ],

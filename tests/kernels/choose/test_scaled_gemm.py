@@ -51,7 +51,7 @@ def test_the_fastest_tile_comes_first(scheme, m, k, warpgroups, columns, splits)
 
 
 def test_fast_sums_are_those_of_fp8_by_fp8_alone():
-    """`fast_accum` matters for fp8 x fp8 only: other products lose no precision in the tensor core's sums."""
+    """`fast_accum` matters for fp8 x fp8 only. Other products lose no precision if the tensor core adds all of K."""
 
     def promoted(scheme, fast):
         return scaled_shape(parse_scheme(scheme), 256, 8192, 8192, fast_accum=fast).promoted
@@ -80,7 +80,8 @@ def test_candidates_fit_shared_memory():
 
 
 def test_pairs_meet_within_one_wave():
-    """The two blocks of a pair share one tile. They reduce through the cluster, not through global memory."""
+    """The two blocks of a pair share one tile. They reduce through the cluster, not through global memory. Products with many
+    tokens take no pairs."""
     shape = scaled_shape(parse_scheme("fp8_dynamic"), 256, 8192, 28672)
     tile = choose_scaled(shape, H200)
     assert tile.pair and "pair of blocks" in str(tile)

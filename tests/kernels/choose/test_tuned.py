@@ -156,9 +156,8 @@ TILES = (
 
 @pytest.mark.parametrize("text", TILES)
 def test_tiles_that_nobody_knows_are_left_aside(file, text):
-    """A ring tile written before fields were added still loads. Texts of unknown tiles and of impossible numbers are
-    ignored.
-    """
+    """A ring tile that was written before fields were added still loads. Texts of unknown tiles and impossible numbers are
+    ignored."""
     if text == "ring 8 3 2 1 8 1":
         assert read(text, KINDS) == RingTile(8, 3, 2, 1, 8, 1)
     else:

@@ -1,4 +1,5 @@
-"""Acceptance of the tokens of a verified step: equal to the reference, without a GPU in Triton's interpreter; machine code."""
+"""Acceptance of the tokens of a verified step. Results equal the reference; without a GPU the kernel runs in Triton's
+interpreter. Also tests its machine code."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ VOCAB = 11
 
 
 def case(generator, slots, longest, device="cpu"):
-    """Random rows of most slots, in random order, of up to `longest` tokens each, then padding rows; slots and counters are
-    poisoned. Half of the given tokens are those that were sampled before."""
+    """Returns random rows of most slots, in random order and with up to `longest` tokens each, then padding rows. Slots and
+    counters are poisoned. Half of the given tokens are those that were sampled before."""
     pick = lambda most, *size: torch.randint(0, most, size, generator=generator)  # noqa: E731
     state = SamplingState.make(slots + 1, VOCAB, (), "cpu")
     for slot in range(slots):
@@ -66,7 +67,7 @@ def test_equal_to_the_reference_on_a_gpu():
 
 
 def test_machine_code():
-    """One warp, no spills; sums are made without loops."""
+    """The kernel has one warp, spills nothing, and computes sums without loops."""
     whole = lambda *size: meta(size, torch.int32)  # noqa: E731
     plan = AcceptPlan(64, 65, 128256)
     given = AcceptInputs(*(whole(64) for _ in range(5)), whole(65, 16), whole(65, 128256), whole(65), whole(65))

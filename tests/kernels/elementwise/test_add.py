@@ -1,6 +1,5 @@
-"""Sums of two tensors of codes: the definition on values by hand, the machine code, and on a GPU every code equal to the
-definition.
-"""
+"""Sums of two tensors of codes. The definition is tested on values by hand, and the machine code without a GPU. On a GPU every
+code equals the definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""RoPE and append of prompt tokens: results against float64, without a GPU in Triton's interpreter; machine code."""
+"""RoPE and append of prompt tokens. Results are compared with float64; without a GPU the kernel runs in Triton's interpreter.
+Also tests its machine code."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def check(shape, norms, dtype=torch.float16, device="cpu", kv="16"):
 
 
 def check_packed(plan, kv, shape, qkv, tables, slot_of, position_of, cos_sin, gammas):
-    """Checks packed pages: values within a code at ties, which a fused product and sum round differently; keys within a code
-    where the 16 bits before differ; nothing else is written."""
+    """Checks packed pages. Values have the same bytes as the reference's. Keys differ in few bytes, since RoPE may round
+    differently before. Nothing else is written."""
     made = []
     for _ in range(2):
         pages = KVPages.make(parse_kv(kv), 5, shape.kv_heads, shape.head_dim, qkv.dtype, qkv.device)

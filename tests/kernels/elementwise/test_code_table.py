@@ -1,4 +1,5 @@
-"""Tables of codes and gates: codes against the reference, without a GPU in Triton's interpreter; wrong tensors."""
+"""Tables of codes, and gates. Codes equal the reference; without a GPU the kernels run in Triton's interpreter. Wrong tensors
+are refused."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def test_wrong_tensors_are_refused():
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_codes_move_16_bytes_at_a_time(capability):
-    for kernel in (map_kernel, gate_kernel):  # a launch must specialise what is aligned here
+    # sizes must be specialised, so that a launch may assume that they are aligned, as this test does
+    for kernel in (map_kernel, gate_kernel):
         assert not next(p for p in kernel.params if p.name == "total").do_not_specialize
     signature = {"y": "*i8", "x": "*i8", "table": "*i8", "channels": "i32", "total": "i32"}
     constants = dict(PIXEL=192, BLOCK=MAP_BLOCK)

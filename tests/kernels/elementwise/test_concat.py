@@ -1,5 +1,5 @@
-"""Channels of several packed values: kernels against the reference, without a GPU in Triton's interpreter; equal scales copy;
-machine code; wrong tensors."""
+"""Concatenation of the channels of several packed values. Kernels equal the reference; without a GPU they run in Triton's
+interpreter. Parts with equal scales are copied. Also tests the machine code, and wrong tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def part(x, y, x_scale, y_scale):
 
 
 def given(y, storages, channels, equal, on="cpu"):
-    """Random codes of all parts, and their layers; with equal or other scales."""
+    """Returns random codes of all parts, and their layers, with equal or with different scales."""
     codes, layers = [], []
     for i, (x, count) in enumerate(zip(storages, channels, strict=True)):
         low, high = code_range(x)

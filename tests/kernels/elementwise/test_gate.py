@@ -1,4 +1,4 @@
-"""The kernel of activation functions and gates, against float64; without a GPU in Triton's interpreter."""
+"""The kernel of activation functions and gates, compared with float64. Without a GPU it runs in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check(device, dtype, m, width, function, start=0):
 
 
 def alternating(both):
-    """The columns of gate and up interleaved: 8 of gate, then 8 of up, and so on."""
+    """Returns the columns of gate and up in turns: 8 of gate, then 8 of up, and so on."""
     first, second = (half.unflatten(1, (-1, 8)) for half in both.chunk(2, dim=-1))
     return torch.stack([first, second], dim=2).flatten(1)
 
@@ -98,7 +98,7 @@ def test_the_arithmetic_in_tritons_interpreter():
     interpreted(check_without_a_gpu)
 
 
-# fp16 and bf16 differ in single instructions only, so each number of rows is compiled with one of the two.
+# fp16 and bf16 differ only in single instructions. So each number of rows is compiled with one of the two.
 ROWS_AND_TYPES = [(1, torch.float16), (8192, torch.bfloat16)]
 
 

@@ -1,6 +1,5 @@
-"""The kernel that permutes the columns of x into the order of the codes: bit-equal to torch, without a GPU in the
-interpreter.
-"""
+"""The kernel that permutes the columns of x into the order of the codes. It is bit-equal to torch; without a GPU it runs in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def check(device, dtype, m, k, order=True, scale=None, start=0, gap=0):
     else:
         row = typical_machine(80)
     plan = GatherPlan(m, k, order, vectors, row)
-    for _ in range(2):  # the first call compiles, the second takes the cached launch
+    for _ in range(2):  # the first call compiles, the second uses the cached launch
         y = plan(x, permutation, factors)
         assert y.shape == (m, k) and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0
         assert torch.equal(y, expected(x, permutation, factors)), (dtype, m, k, order, scale)
@@ -80,8 +79,8 @@ def compiled(sm, m, k, dtype=torch.float16, scale=None):
 def test_rows_move_in_vectors_of_16_bytes(sm):
     for plan, kernel in [compiled(sm, 4096, 8192, dtype, scale=torch.float32) for dtype in (torch.float16, torch.bfloat16)]:
         assert plan.launch.function is gather_rows and kernel.stack_bytes == 0
-        # 512 threads: 4 vectors of the order, 4 of the scale, 2 of each row. For each of two rows, words stored to shared
-        # memory and 16 random reads.
+        # Each of 512 threads loads 4 vectors of the order, 4 of the scale, and 2 of each row. For each of two rows, it stores
+        # the words to shared memory and makes 16 random reads.
         assert kernel.count("LDG.E.128") == kernel.count("LDG") == 12
         assert kernel.count("STS.128") == 4 and kernel.count("LDS") == 16
         assert kernel.count("STG.E.128") == kernel.count("STG") == 4

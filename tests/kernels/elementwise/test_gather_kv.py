@@ -1,4 +1,5 @@
-"""The kernel that gathers keys and values from pages: bit-equal copies, without a GPU in Triton's interpreter; machine code."""
+"""The kernel that gathers keys and values from pages. Copies are bit-equal; without a GPU it runs in Triton's interpreter. Also
+tests its machine code."""
 
 from __future__ import annotations
 

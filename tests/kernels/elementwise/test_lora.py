@@ -1,4 +1,5 @@
-"""The kernels of low-rank adapters, against float64; without a GPU in Triton's interpreter; machine code."""
+"""The kernels of low-rank adapters, compared with float64. Without a GPU they run in Triton's interpreter. Also tests their
+machine code."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ EPS = 1e-5
 
 
 def check(device, dtype, m, k, widths, adapters=3, rank=16, alternates=False, bias=False, norm=0, strided=False):
-    """Checks random rows of several adapters and of none, twice with the same bits. Outputs and sums hold NaN before."""
+    """Checks random rows, with several adapters and with none. A second run must give the same bits. Outputs and sums hold NaN
+    before."""
     generator = torch.Generator().manual_seed(m * k + rank)
     n, parts = sum(widths), len(widths)
     x = torch.randn(m, k + 8 * strided, generator=generator).to(dtype)[:, :k]
@@ -47,7 +49,7 @@ def check(device, dtype, m, k, widths, adapters=3, rank=16, alternates=False, bi
     alone = adapter_of < 0
     assert torch.equal(made[0][alone], expected[alone].to(dtype)), "rows without an adapter"
     if not bool(alone.all()):
-        # a x is rounded to 16 bits, as PEFT does, then y
+        # The product a x is rounded to 16 bits, as in PEFT, and then y is.
         error = (made[0][~alone].double() - expected[~alone]).norm() / expected[~alone].norm()
         assert error < (1.5e-3 if dtype == torch.float16 else 1.2e-2), float(error)
 
@@ -55,7 +57,7 @@ def check(device, dtype, m, k, widths, adapters=3, rank=16, alternates=False, bi
 def check_without_a_gpu():
     check("cpu", torch.float16, 1, 64, (48,))
     check("cpu", torch.float16, 19, 200, (40, 24, 24), bias=True)
-    check("cpu", torch.float16, 5, 4352, (136,), rank=32, norm=3)  # two chunks in a split
+    check("cpu", torch.float16, 5, 4352, (136,), rank=32, norm=3)  # each split has two chunks of K
     check("cpu", torch.float16, 17, 264, (72, 72), alternates=True, norm=5, strided=True, bias=True)
     check("cpu", torch.float16, 4, 64, (200,), adapters=1, rank=128)
 
@@ -77,7 +79,7 @@ def test_on_a_gpu(m, dtype):
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("k", "widths", "rank", "norm"), [(4096, (4096, 1024, 1024), 16, 32), (14336, (4096,), 64, 0)])
 def test_machine_code(capability, k, widths, rank, norm):
-    """No spills; tensor cores multiply; weights are loaded before the wait for the previous kernel."""
+    """Nothing spills. Tensor cores multiply. Weights are loaded before the wait for the previous kernel."""
     plan = LoraPlan(16, k, widths, False, 2, rank, norm, typical_machine(capability))
     half, n, parts = torch.bfloat16, sum(widths), len(widths)
     rows = meta((16,), torch.int32)
@@ -94,7 +96,7 @@ def test_machine_code(capability, k, widths, rank, norm):
 
 
 def test_splits_depend_on_k_alone():
-    """A row has the same bits in any batch."""
+    """The number of splits depends on K alone, so that a row has the same bits in any batch."""
     plans = [LoraPlan(m, 14336, (4096,), False, 2, 16, 0, typical_machine(90)) for m in (1, 16, 1024)]
     assert len({dataclasses.astuple(plan.shrink.config) for plan in plans}) == 1
     assert plans[0].shrink.config.splits <= 16

@@ -1,4 +1,5 @@
-"""The kernels of embedding, residual and norm: against their reference and float64, without a GPU in the interpreter."""
+"""The kernels of embedding, residual and norm, compared with their reference and with float64. Without a GPU they run in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def random(*shape, dtype=torch.float16, seed=0, device="cpu"):
 
 
 def framed(values):
-    """(rows, memory): a copy of `values` with NaN before and after, which shows any access outside the rows."""
+    """Returns (rows, memory): a copy of `values` with NaN before and after it, so that any access outside the rows shows."""
     m, width = values.shape
     memory = values.new_full(((m + 2) * width,), NAN)
     rows = memory[width:-width].view(m, width)
@@ -69,7 +70,7 @@ def poison(device):
 
 
 def calls(device):
-    """Two calls on a GPU, of which the first compiles and the second takes the cached launch; one in the interpreter."""
+    """Two calls on a GPU, since the first compiles and the second uses the cached launch; one in the interpreter."""
     return range(2 if device == "cuda" else 1)
 
 
@@ -87,7 +88,7 @@ def check_norm(device, dtype, m, width, offset, with_delta=True, with_post=False
             x, squares = plan(mine, delta, gamma, None, post, 1e-5, 0.25)
             if post is None:
                 assert torch.equal(mine, wanted)
-            else:  # one rounding of a summand, which may be larger than the sum
+            else:  # a summand is rounded once, and may be larger than the sum
                 near(mine, wanted, 2, h.abs() + wanted.abs())
             assert memory[:width].isnan().all() and memory[-width:].isnan().all()
             if norm == NORMED:
@@ -113,8 +114,8 @@ def check_layer_norm(device, dtype, m, width, mean=0.0, with_delta=True, weights
         x, squares = plan(mine, delta if with_delta else None, gamma, bias, None, 1e-5)
         assert torch.equal(mine, wanted) and squares is None
         assert memory[:width].isnan().all() and memory[-width:].isnan().all()
-        # Tolerance where terms cancel: the bias with the product, and h with its mean (float32 has the mean to a relative
-        # 2^-22).
+        # The tolerance grows where terms cancel: the bias with the product, and h with its mean, which float32 has to a
+        # relative 2^-22.
         variance, of_row = torch.var_mean(mine.float(), 1, correction=0, keepdim=True)
         of_mean = 2**-22 / torch.finfo(dtype).eps * of_row.abs() * gamma.abs() / (variance + 1e-5).sqrt()
         size = bias.abs() + x.abs() + of_mean
@@ -174,7 +175,7 @@ def check_without_a_gpu():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    """In fp16 only: the interpreter truncates to bf16, a GPU rounds."""
+    """Checks fp16 only: the interpreter truncates to bf16, while a GPU rounds."""
     interpreted(check_without_a_gpu)
 
 
@@ -207,8 +208,8 @@ def compiled_embed(width, dtype=torch.float16, norm=NORMED, packed=False, scaled
     return plan, compile_plan(plan, call, sm)
 
 
-# fp16 and bf16 differ in single instructions only, so the widths alternate between them. Widths stand for a pair of (threads,
-# vectors per thread): 768 for 576 too (32, 3), and 12288 for 9216 (512, 3).
+# fp16 and bf16 differ only in single instructions, so the widths alternate between them. Each width stands for a pair (threads,
+# vectors per thread): 768 also for 576, (32, 3), and 12288 also for 9216, (512, 3).
 WIDTHS = [(576, "fp16"), (4096, "bf16"), (5120, "bf16"), (8192, "fp16"), (16384, "bf16")]
 WIDTHS_OF_OPT = [(768, "bf16"), (4096, "fp16"), (5120, "fp16"), (7168, "bf16"), (12288, "bf16"), (16384, "fp16")]
 
@@ -256,9 +257,8 @@ def reads_and_wait(kernel):
 
 @pytest.mark.parametrize("of", ["norm", "embed"])
 def test_neighbours_in_the_stream_overlap(of):
-    """sm_90: gamma is loaded before the wait for the previous kernel, everything else after it. The next kernel is started
-    after it too, so a kernel overlaps with at most one other kernel before it.
-    """
+    """sm_90: before the wait for the previous kernel only gamma is loaded. The next kernel is started after the wait, so that a
+    kernel overlaps with at most one earlier kernel."""
     _, kernel = compiled_norm(4096) if of == "norm" else compiled_embed(4096)
     lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
     start, wait = lines.index("PREEXIT"), lines.index("ACQBULK")
@@ -291,7 +291,7 @@ def test_everything_that_is_launched_compiles(width, dtype):
     ]
     made += [compiled_norm(width, dtype, gamma=torch.float32, bias=True)]
     assert all(kernel.stack_bytes == 0 and kernel.registers <= 96 for _, kernel in made)
-    for offset in (0.0, 1.0):  # for 32-bit gammas, two registers are on the stack (ptxas of Triton 3.6)
+    for offset in (0.0, 1.0):  # with 32-bit gammas, ptxas of Triton 3.6 puts two registers on the stack
         kernel = compiled_norm(width, dtype, offset=offset, post=offset == 1, gamma=torch.float32)[1]
         assert kernel.stack_bytes <= 8 and kernel.registers <= 96
 
@@ -354,7 +354,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype):
 
 @gpu
 def test_rows_that_start_anywhere():
-    """Every combination of tensors aligned and not aligned to 16 bytes: a plan is compiled for the alignment of its tensors."""
+    """Tensors are aligned to 16 bytes or not, in every combination. A plan is compiled for the alignment of its tensors."""
     for shifts in itertools.product((0, 1), repeat=3):
         h, delta, gamma = (
             random(n * 576 + s, seed=seed, device="cuda")[s:].view(n, 576)

@@ -1,6 +1,5 @@
-"""The kernel that quantizes activations, alone and with fused norm, gate and residual: bit-equal to the reference, without a
-GPU in the interpreter.
-"""
+"""The kernel that quantizes activations, alone and with fused norm, gate and residual. It is bit-equal to the reference;
+without a GPU it runs in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -37,10 +36,10 @@ def hard_rows(m, k, dtype, device="cpu"):
     x = torch.randn(m, k, generator=generator) * torch.logspace(-6, 3, m)[:, None]
     if m > 3:
         x[1] = 0
-        x[2] = torch.arange(k) % 255 - 127  # scale 1 exactly: integers
-        x[3] = (torch.arange(k) % 255 - 127) / 2  # ties
+        x[2] = torch.arange(k) % 255 - 127  # has scale 1 exactly, so all values are integers
+        x[3] = (torch.arange(k) % 255 - 127) / 2  # has ties
         x[3, 0] = 127
-        x[0, ::3] = -0.0  # 8-bit floats keep the sign
+        x[0, ::3] = -0.0  # 8-bit floats keep the sign of zero
     return x.to(device=device, dtype=dtype)
 
 
@@ -59,7 +58,7 @@ def check(x, name, group=0, static=False, symmetric=True, device=80):
         torch.full((x.shape[0], x.shape[1] + CODE_VECTOR), -1, dtype=torch.int8, device=x.device)  # poisons memory to be reused
     codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric, given)
     expected = [t for t in ((codes,) if static else (codes, own, zero)) if t is not None]
-    for _ in range(2 if x.is_cuda else 1):  # the first call compiles, the second takes the cached launch
+    for _ in range(2 if x.is_cuda else 1):  # the first call compiles, the second uses the cached launch
         made = plan(x, None, None, None, scale, 0.0, given)
         assert len(made) == len(expected)
         for got, wanted in zip(made, expected, strict=True):
@@ -174,7 +173,7 @@ def check_layer_norm(device, sm):
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    """For int8 only: the interpreter converts 8-bit floats in another way than the hardware."""
+    """Checks int8 only: the interpreter converts to 8-bit floats in another way than the hardware."""
     interpreted(check_without_a_gpu)
 
 
@@ -196,7 +195,7 @@ def plan_for(m, k, before="", **asked):
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])
 def test_a_row_is_read_in_vectors_of_16_bytes(sm):
-    """A row is read twice: for the scale, and then from the caches for the codes, so no registers hold x meanwhile."""
+    """A row is read twice, first for the scale, then from the caches for the codes. So no registers hold x in between."""
     for k, (warps, kernel) in {k: compiled(sm, k) for k in (4096, 8192, 28672)}.items():
         vectors = k // (8 * 32 * warps)
         loads = [line for line in kernel.lines if "LDG" in line]
@@ -362,7 +361,8 @@ def test_in_place_and_halves(k, dtype):
 
 @gpu
 def test_a_residual_in_place_in_a_graph():
-    """As in a decode step: the previous kernel writes delta, the next one reads the codes, the one after that reads h."""
+    """The order is that of a decode step: the previous kernel writes delta, the next one reads the codes, and the one after
+    that reads h."""
     delta, weight = (torch.randn(n, 4096, device="cuda", dtype=torch.float16) for n in (16, 1))
 
     def step(h):

@@ -1,6 +1,5 @@
-"""Conversion of images and features to packed codes and back: machine code without a GPU, codes against the reference on
-one.
-"""
+"""Conversion of images and features to packed codes and back. The machine code is tested without a GPU. On a GPU, codes equal
+the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ SIZES = ("channels", "pixels", "row_bytes", "image_stride", "channel_stride")
 
 @pytest.mark.parametrize(("four", "words"), [(True, 1), (False, 2)])
 def test_both_sides_move_16_bytes_at_a_time(four, words):
-    """64 pixels of 64 channels, 128 threads: 8 loads of 4 floats along a row of the image, 16 or 32 bytes of codes stored."""
+    """A block of 128 threads converts 64 pixels of 64 channels. A thread makes 8 loads of 4 floats along a row of the image,
+    and stores 16 or 32 bytes of codes."""
     signature = {"y": "*u8", "x": "*fp32", "gain": "*fp32", "shift": "*fp32"} | dict.fromkeys(SIZES, "i32")
     constants = {"pixel_stride": 1, "LOW": 0.0, "HIGH": 15.0, "FOUR": four, "PIXELS": 64}
     kernel = compile_triton(pack_kernel, signature, constants, tuple(signature), 4, 90)

@@ -1,5 +1,5 @@
-"""Images of codes at another size: the reference against torch in float64, kernels against the reference, without a GPU in
-Triton's interpreter; machine code; wrong tensors."""
+"""Images of codes are resized. The reference is compared with torch in float64, the kernels with the reference; without a GPU
+they run in Triton's interpreter. Also tests the machine code, and wrong tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Hadamard transforms in registers, alone and fused with quantization of activations: bit-equal to butterflies written in
-torch.
-"""
+"""Hadamard transforms in registers, alone and fused with quantization of activations. They are bit-equal to butterflies in
+plain torch."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def vectors(x):
 def check_rotation(x, block, sm=80):
     plan = RotatePlan(*x.shape, block, vectors(x), typical_machine(sm))
     wanted = butterflies(x, block).to(x.dtype)
-    for _ in range(2 if x.is_cuda else 1):  # the first call compiles, the second takes the cached launch
+    for _ in range(2 if x.is_cuda else 1):  # the first call compiles, the second uses the cached launch
         if x.is_cuda:
             torch.full_like(x, float("nan"))  # poisons the memory that the allocator returns next
         assert torch.equal(plan(x), wanted), (x.shape, x.dtype, block)
@@ -127,7 +126,8 @@ def test_in_registers(sm, block):
     element.
     """
     asked = [(k, *case) for k in (4096, 14336) for case in (("", False), ("rms_norm", True), ("silu", False))]
-    made = [compiled(sm, k, block, before, residual=residual) for k, before, residual in asked]  # all, before one is read
+    # all kernels are compiled before one is disassembled
+    made = [compiled(sm, k, block, before, residual=residual) for k, before, residual in asked]
     for (k, before, residual), (plan, kernel) in zip(asked, made, strict=True):
         _, threads, vector, chunks, *_ = plan.constants
         steps = (block // vector).bit_length() - 1

@@ -1,4 +1,5 @@
-"""The kernels that route tokens to experts: equal to the reference, without a GPU in Triton's interpreter; machine code."""
+"""The kernels that route tokens to experts. Results equal the reference; without a GPU they run in Triton's interpreter. Also
+tests their machine code."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def check_choices():
 
 
 def check_few():
-    """Checks launches of one block, and of several blocks of which the last to finish sorts."""
+    """Checks launches of one block, and launches of several blocks, where the last block to finish sorts."""
     for tokens, experts, blocks in ((9, 64, 1), (64, 8, 1), (64, 64, 8), (33, 130, 5)):
         plan, _ = check_route(logits_of(tokens, experts), QWEN, tile_rows=4)
         assert plan.blocks == blocks and plan.many is None
@@ -110,7 +111,7 @@ def check_few():
 def check_many():
     plan, _ = check_route(logits_of(150, 24), RouterRule(5), tile_rows=16)
     assert plan.many is not None and plan.many.chunks == 12
-    whole, kernel_module.ROWS = kernel_module.ROWS, 2  # more chunks than `sum_counts` reads at a time
+    whole, kernel_module.ROWS = kernel_module.ROWS, 2  # makes more chunks than `sum_counts` reads at a time
     check_route(logits_of(400, 40), RouterRule(4, **OSS), bias_of(40), tile_rows=8)
     check_route(logits_of(65, 8), RouterRule(2), tile_rows=1)
     kernel_module.ROWS = whole
@@ -133,9 +134,8 @@ def check_groups():
 
 
 def check_tokens(tokens, k, experts, rule, biased=False, dtype=torch.float16, gap=0, device="cpu"):
-    """Checks x and router weights of small integers (scaled by a power of two): the logits are exact, so the routing must be
-    exact.
-    """
+    """Checks x and router weights of small integers, scaled by a power of two. The logits are exact, so the routing must be
+    exact too."""
     generator = torch.Generator().manual_seed(k)
     wide = torch.randint(-3, 4, (tokens, k + gap), generator=generator).to(dtype)
     wide[:, k:] = math.nan
@@ -156,7 +156,7 @@ def check_tokens(tokens, k, experts, rule, biased=False, dtype=torch.float16, ga
 
 
 def check_norms(tokens, k, experts, rule, biased=False, dtype=torch.float16, gap=0, device="cpu", parts=5):
-    """Rows whose rms is a power of two, of their own each, so that division by it is exact: logits, and the normalised x."""
+    """Checks logits and the normalised x. Each row has its own rms, a power of two, so that dividing by it is exact."""
     generator = torch.Generator().manual_seed(k)
     wide = torch.randint(-3, 4, (tokens, k + gap), generator=generator).to(dtype)
     wide[:, k:] = math.nan
@@ -176,13 +176,14 @@ def check_norms(tokens, k, experts, rule, biased=False, dtype=torch.float16, gap
     for _ in range(2):
         poison(device)
         normed, made = plan.norm(x, squares.to(device), router, bias, space, arrived, 0.0, 4.0)
-        if device == "cpu":  # a GPU's root is approximate
+        if device == "cpu":  # only a CPU: the root of a GPU is approximate
             assert_same(made, wanted, (tokens, k, experts, rule))
             assert torch.equal(normed, (x.float() / rms[:, None] / 4).to(dtype))
         else:
             torch.testing.assert_close(normed.float().cpu(), x.float().cpu() / rms[:, None] / 4, rtol=1e-2, atol=1e-3)
             close = (made.weights.cpu() - wanted.weights).abs() < 1e-4
-            assert close.all() and (made.experts.cpu() == wanted.experts).float().mean() > 0.95  # but for ties
+            # ties may be chosen differently
+            assert close.all() and (made.experts.cpu() == wanted.experts).float().mean() > 0.95
         assert not arrived.any()
 
 
@@ -253,7 +254,7 @@ MODELS = [
     (256, RouterRule(8, **V3, scale=2.5), True, torch.float32),
     (512, RouterRule(10, normalize=True), False, torch.float32),
 ]
-"""Mixtral, Qwen3, DeepSeek-V3, Qwen3-Next: (experts, rule, bias or not, dtype of the logits)."""
+"""Rules of Mixtral, Qwen3, DeepSeek-V3 and Qwen3-Next: (experts, rule, whether there is a bias, dtype of the logits)."""
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ def product(tokens, k, experts, rule, sm=90, dtype=torch.bfloat16, biased=False,
     squares, call = meta((parts, tokens), torch.float32), plan.norm
 
     class Normed:
-        """The plan with the norm."""
+        """The plan with the norm in front."""
 
         launch = property(lambda self: plan.launch, lambda self, value: setattr(plan, "launch", value))
 

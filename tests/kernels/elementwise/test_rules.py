@@ -1,6 +1,5 @@
-"""Activation quantization by the rules of other tools: the reference on values by hand, the kernel bit-equal to the
-reference.
-"""
+"""Activation quantization by the rules of other tools. The reference is tested on values by hand; the kernel is bit-equal to
+it."""
 
 from __future__ import annotations
 
@@ -64,12 +63,13 @@ def check_without_a_gpu():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    """For int8 in fp16 only: the interpreter converts 8-bit floats in another way than the hardware."""
+    """Checks int8 in fp16 only: the interpreter converts to 8-bit floats in another way than the hardware."""
     interpreted(check_without_a_gpu)
 
 
 def test_by_hand():
-    """In fp16, 1 / 127.5 is 0.00784301, and 1 divided by that is 127.5: beyond the largest code, but not the smallest."""
+    """In fp16, 1 / 127.5 is 0.00784301. 1 divided by that is 127.5, which exceeds the largest code; -127.5 does not exceed the
+    smallest."""
     x = torch.tensor([[1.0, -1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]).half()
     codes, scale, zero, *_ = quantize_activations(x, "int8", rule="ct")
     assert zero is None and codes.tolist() == [[127, -128, 64, 0], [0, 0, 0, 0]]
@@ -112,8 +112,7 @@ def test_what_no_rule_says_is_refused(call, message):
 
 
 @pytest.mark.parametrize(
-    # Divisions and roundings are in float32 and the dtype only affects loads, so each machine is compiled once, each dtype
-    # twice.
+    # Divisions and roundings are in float32, and the dtype only affects loads. So each machine is compiled with one dtype.
     ("sm", "dtype"),
     [(80, torch.bfloat16), (90, torch.float16), (100, torch.bfloat16)],
 )

@@ -1,4 +1,5 @@
-"""The sampling kernels: bit-equal to the reference, without a GPU in Triton's interpreter; machine code."""
+"""The sampling kernels are bit-equal to the reference. Without a GPU they run in Triton's interpreter. Also tests their machine
+code."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ MASKED = {0: 0.5, 2: 0.9, 3: 0.02, 5: 0.3, 8: 0.7}
 
 
 def masks_of(shares, vocab, generator):
-    """Random masks int32 [len(shares), ceil(vocab / 32)], each of a share of the tokens; bits beyond the vocabulary are set."""
+    """Returns random masks int32 [len(shares), ceil(vocab / 32)]. Each allows its share of the tokens. Bits beyond the
+    vocabulary are set."""
     allowed = torch.rand(len(shares), -(-vocab // 32) * 32, generator=generator) < torch.tensor(shares)[:, None]
     allowed[:, vocab // 2] = allowed[:, vocab:] = True
     bits = allowed.view(len(shares), -1, 32).long() << torch.arange(32)
@@ -52,8 +54,8 @@ def masks_of(shares, vocab, generator):
 
 
 def state_of(settings, vocab, device="cpu", prompt=(1, 3, 17, 17), masked=()):
-    """A slot for each of the settings, after 40 generated tokens, and one dummy slot; the slots `masked` have a mask, the first
-    of two: the second, which allows nothing, is for the token after the next."""
+    """Returns a state with a slot for each of the settings, after 40 generated tokens, and a dummy slot. The slots `masked`
+    have two masks. The first is used; the second allows nothing, since it is for the token after the next."""
     state = SamplingState.make(len(settings) + 1, vocab, (0, 5, vocab - 1), device, depth=2)
     for slot, one in enumerate(settings):
         state.set(slot, one, prompt, masked=slot in masked)
@@ -119,7 +121,8 @@ def check(settings, rows, logits, filters=True):
 
 
 def check_of_rows(settings, rows, ahead, logits):
-    """Checks rows with settings of their own: several of a slot sample as one after the other, and the slots do not change."""
+    """Checks rows that have settings of their own. Several rows of a slot sample as if one came after the other. The slots do
+    not change."""
     state = state_of(settings, logits.shape[1], logits.device)
     rows_ = torch.tensor(rows, dtype=torch.int32, device=logits.device)
     own = state.of_rows(rows_, torch.tensor(ahead, dtype=torch.int32, device=logits.device))
@@ -148,7 +151,7 @@ def check_of_rows(settings, rows, ahead, logits):
 
 @triton.jit
 def arithmetic(made, keys, totals, ps, seeds, counters, N: tl.constexpr):
-    """Stores the masses of keys, the share p of each total, and the target that a random number selects in it."""
+    """Stores the masses of keys. For each total, stores its share p, and the target in it that a random number selects."""
     i = tl.arange(0, N)
     total = tl.load(totals + i)
     tl.store(made + i, masses(tl.load(keys + i)))
@@ -162,7 +165,7 @@ def check_arithmetic(device="cpu"):
     keys[:3] = torch.tensor([0, sampling.KEYS - 1, sampling.KEYS])
     totals = torch.randint(1 << 40, 1 << 57, (n,), generator=generator) >> torch.randint(0, 17, (n,), generator=generator)
     totals = totals.clamp(min=1 << 40)
-    totals[::3] = totals[::3] >> 24 << 24  # so that many shares are whole numbers
+    totals[::3] = totals[::3] >> 24 << 24  # makes many shares whole numbers
     ps = torch.rand(n, generator=generator)
     ps[::2] = (ps[::2] * 8).ceil() / 8
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (n,), generator=generator)
@@ -189,7 +192,7 @@ def check_without_a_gpu():
         check(SETTINGS, [2, 0, 4, 1, LAST, 9, LAST, 3][:batch], hard_logits(batch, 3000, torch.float32))
         check([Sampling()] * 4, [3, 0, 4, 4, 1, 4, 2, 4][:batch], hard_logits(batch, 5000, torch.float16, 8), filters=False)
     check_of_rows(SETTINGS, [1, 1, 1, 4, 4, 2, LAST, 6, 6], [0, 1, 2, 0, 1, 0, 0, 0, 1], hard_logits(9, 2100, torch.float16))
-    for spread in (0.0, 1e-4, 40.0, 1e4):  # all equal; all within a few keys; one dominant logit
+    for spread in (0.0, 1e-4, 40.0, 1e4):  # all logits equal; all within a few keys; one dominant logit
         check(SETTINGS, [1, 2, 3, 4, 6], hard_logits(5, 2100, torch.float32, spread=spread))
     for value in (float("-inf"), float("nan"), float("inf")):
         check(SETTINGS, [0, 1, 2], torch.full((3, 2100), value))
@@ -240,20 +243,22 @@ CODE = [
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
 def test_machine_code_of_sm_90(dtype):
     """Nothing spills, and logits are read in vectors of 16 bytes."""
-    # bf16 differs from fp16 in one conversion instruction, which all kernels share where they read logits: one kernel suffices.
+    # bf16 differs from fp16 in one conversion instruction. All kernels share it where they read logits, so one kernel suffices.
     cases = CODE if dtype != torch.bfloat16 else CODE[1:2]
     made = [compiled(name, dtype=dtype, **options) for name, options, _ in cases]
     for case, kernel in zip(cases, made, strict=True):
         print(f"\n{case} {dtype}: {kernel.registers} registers, {kernel.shared_bytes} bytes shared")
         assert kernel.stack_bytes == 0 and not kernel.count("LDL") and not kernel.count("STL"), case
-        wider = 8 if case[0] == "weigh" and dtype == torch.float32 else 0  # two vectors of logits a thread; three blocks an SM
+        # a thread has two vectors of logits; three blocks fit an SM
+        wider = 8 if case[0] == "weigh" and dtype == torch.float32 else 0
         assert kernel.registers <= case[2] + wider, case
         assert kernel.count("LDG.E.U8") == (0 if "filters" in case[1] else 2 if case[0] == "weigh" else 1), "8 bits a thread"
         assert kernel.count("LDG.E.128"), case
 
 
 def test_the_wait_for_the_kernel_before_comes_before_all_but_the_settings():
-    """No store and no exit precedes the wait: the next kernel takes the end of this kernel as the end of all earlier ones."""
+    """No store and no exit precedes the wait for the previous kernel. The next kernel takes the end of this one as the end of
+    all earlier ones."""
     names = ("survey", "weigh", "collect", "settle")
     made = [(name, compiled(name), compiled(name, overlap=False)) for name in names]
     for name, kernel, before in made:
@@ -266,7 +271,7 @@ def test_the_wait_for_the_kernel_before_comes_before_all_but_the_settings():
 
 
 def test_a_mask_alone_decides_what_is_sampled():
-    """Without a mask another token is the most likely one; with it, only allowed tokens are sampled, of which there are two."""
+    """Without a mask a forbidden token is the most likely one. With the mask only the two allowed tokens are sampled."""
     vocab, allowed = 3001, [1999, 3000]
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(4))
     seen = set()
@@ -283,7 +288,8 @@ def test_a_mask_alone_decides_what_is_sampled():
             token = int(given.out_tokens[0])
             seen.add(token)
             wanted = torch.log_softmax(logits[0], 0)[token]
-            torch.testing.assert_close(given.out_logprobs[0], wanted, rtol=1e-5, atol=1e-5)  # of the model, without the mask
+            # the log-probabilities of the model, before the mask
+            torch.testing.assert_close(given.out_logprobs[0], wanted, rtol=1e-5, atol=1e-5)
             if settings.greedy:
                 assert token == max(allowed, key=lambda each: logits[0, each])
     assert seen == set(allowed)
@@ -293,7 +299,7 @@ def test_greedy_steps_are_one_launch():
     kernels = [getattr(SamplePlan(1, 128256, 128256, 65, 2, False, True), name) for name in ("survey", "weigh")]
     assert kernels[0].grid == (63, 1, 1)
     code = compiled("survey", filters=False)
-    # A thread reads one vector of 8 logits; the last block reads the results of 63 chunks, then updates token and position.
+    # A thread reads one vector of 8 logits. The last block reads the results of 63 chunks, then updates token and position.
     assert code.count("LDG.E.128") == 1 and code.shared_bytes <= 128
 
 

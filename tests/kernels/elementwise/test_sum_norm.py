@@ -1,4 +1,5 @@
-"""Sums over slots with the next norm: the order of additions to the bit, without a GPU too; its machine code."""
+"""Sums over slots, followed by the next norm. The order of additions is exact to the bit, with and without a GPU. Also tests
+the machine code."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CASES = [(3, 8, 1536), (5, 1, 40), (2, 4, 1032), (4, 2, 2880)]
 
 
 def operands(device, dtype, tokens, top_k, width):
-    """Terms of very different sizes, whose sum another order would round otherwise; share is a column of a wider matrix."""
+    """Returns terms of very different sizes, so that another order of additions would round differently. The share is a column
+    of a wider matrix."""
     generator = torch.Generator().manual_seed(width)
     y = torch.randn(tokens * top_k, width, generator=generator) * torch.exp2(8 * torch.rand(tokens * top_k, 1))
     h, shared = torch.randn(2, tokens, width, generator=generator)
@@ -48,7 +50,7 @@ def check(device, dtype, tokens, top_k, width):
 
 
 def interpreted_sums():
-    """In fp16: the interpreter does not round float32 to bf16 but cuts it off."""
+    """Checks fp16 only: the interpreter truncates float32 to bf16 instead of rounding."""
     for case in CASES:
         check("cpu", torch.float16, *case)
 
@@ -74,7 +76,7 @@ def test_all_slots_are_loaded_before_the_first_is_added(top_k, width, with_share
     kernel = compile_plan(plan, (half(4, width), half(4 * top_k, width), *shared, half(width), 1e-5), 90, pointers)
     assert kernel.stack_bytes == 0 and kernel.count("ACQBULK") == kernel.count("PREEXIT") == 1
     chunks, threads = plan.constants[4], plan.constants[2]
-    if threads < 1024:  # else 64 registers are fewer than the slots take
+    if threads < 1024:  # with 1024 threads, 64 registers are too few for all slots
         loads = [i for i, line in enumerate(kernel.lines) if "LDG.E.128" in line]
         added = next(i for i, line in enumerate(kernel.lines) if "FADD" in line)
         assert len(loads) == (top_k + 2 + with_shared) * chunks and loads[(top_k - 1) * chunks] < added

@@ -1,6 +1,5 @@
-"""Sums over ranks with residual and norm weights: ranks that run one after the other, against float64, without a GPU in the
-interpreter; the order of stores and loads in the machine code.
-"""
+"""Sums over ranks with residual and norm weights, against float64. Without a GPU, ranks run one after the other in the
+interpreter. Also the order of stores and loads in the machine code."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ CASES = [(2, 3, 40), (2, 5, 1536), (3, 1, 1032), (4, 2, 264)]
 
 
 class Memories:
-    """The memories of several ranks on one device: rows [ranks, phases, ranks, ROWS, H], which are empty."""
+    """The memories of several ranks on one device: rows [ranks, phases, ranks, ROWS, H], which are all EMPTY at first."""
 
     def __init__(self, ranks, width, dtype, device):
         self.ranks, self.width = ranks, width
@@ -46,7 +45,7 @@ class Memories:
 
 
 def check(device, dtype, ranks, m, width):
-    """Every rank is called after the rows of all others are in its memory; then so in the other phase."""
+    """Calls each rank after the rows of all others are in its memory, first in one phase, then in the other."""
     machine = machine_of("cuda") if device == "cuda" else typical_machine(80)
     generator = torch.Generator().manual_seed(width)
     memories = Memories(ranks, width, dtype, device)
@@ -79,7 +78,7 @@ def check(device, dtype, ranks, m, width):
 
 
 def check_sum(device, dtype, ranks, m, width):
-    """Without h."""
+    """Checks sums without a residual h."""
     machine = machine_of("cuda") if device == "cuda" else typical_machine(80)
     memories = Memories(ranks, width, dtype, device)
     parts = torch.randn(ranks, m, width, generator=torch.Generator().manual_seed(1)).to(device, dtype)
@@ -91,7 +90,7 @@ def check_sum(device, dtype, ranks, m, width):
 
 
 def check_nan(device, dtype):
-    """A NaN with the bits of EMPTY arrives as another NaN: it would be waited for."""
+    """A NaN with the bits of EMPTY is sent as another NaN. Otherwise the receiver would wait for it for ever."""
     machine = machine_of("cuda") if device == "cuda" else typical_machine(80)
     memories = Memories(2, 40, dtype, device)
     y = torch.full((1, 40), EMPTY, dtype=torch.int16, device=device).view(dtype)
@@ -102,7 +101,7 @@ def check_nan(device, dtype):
 
 
 def interpreted_sums():
-    """In fp16: the interpreter does not round float32 to bf16 but cuts it off."""
+    """Checks fp16 only: the interpreter truncates float32 to bf16 instead of rounding."""
     for case in CASES:
         check("cpu", torch.float16, *case)
     check_sum("cpu", torch.float16, 3, 2, 40)
@@ -110,7 +109,7 @@ def interpreted_sums():
 
 
 def interpreted_together():
-    """Two processes at once over shared memory, one or the other late: sums of calls in alternating phases."""
+    """Two processes at once compute sums over shared memory, in alternating phases. One of them or the other is late."""
     memory = mmap.mmap(-1, 2 * 2 * 2 * ROWS * 40 * 2)
     rows = torch.frombuffer(memory, dtype=torch.int16).view(2, 2, 2, ROWS, 40).fill_(EMPTY)
     places, stop = torch.tensor([rows[r].data_ptr() for r in range(2)]), torch.zeros(1, dtype=torch.int32)
@@ -134,7 +133,7 @@ def interpreted_together():
 
 
 def interpreted_stop():
-    """A rank whose flag never comes does not hold the kernel once `stop` is set."""
+    """The rows of the other rank never arrive. Once `stop` is set, the kernel ends nevertheless."""
     memories = Memories(2, 40, torch.float16, "cpu")
     memories.stop.fill_(1)
     y = torch.zeros(1, 40, dtype=torch.float16)
@@ -143,7 +142,7 @@ def interpreted_stop():
 
 
 def test_a_plan_has_a_kernel_with_h_and_one_without():
-    """Decode steps add to h, prompts of as many tokens do not."""
+    """Decode steps add to h. Prompts with as many tokens do not, and take the other kernel."""
     plan = SumRanksPlan(4, 64, 0, 2, ROWS, 0, typical_machine(90))
     y, h, gamma = torch.zeros(4, 64).half(), torch.zeros(4, 64).half(), torch.zeros(64)
     memory = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
@@ -170,7 +169,8 @@ def test_sums_on_a_gpu(case, dtype):
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("width", [4096, 8192, 5120])
 def test_rows_are_stored_before_others_are_waited_for(width, capability):
-    """In 16 bytes and without a fence; no load of a row that arrives is kept from an earlier one."""
+    """A rank stores its rows before it waits for others, in 16 bytes and without a fence. Loads of different rows do not wait
+    for each other."""
     plan = SumRanksPlan(4, width, 1, 2, 64, 0, typical_machine(capability))
     half = lambda *size: meta(size, torch.bfloat16)  # noqa: E731
     memory = meta((2,), torch.int64), meta((1,), torch.int32)

@@ -1,4 +1,5 @@
-"""Sums over the slots of a token: bit-equal in the defined order of additions, without a GPU too; machine code."""
+"""Sums over the slots of a token. They are bit-equal in the defined order of additions, with and without a GPU. Also tests the
+machine code."""
 
 from __future__ import annotations
 
@@ -30,10 +31,17 @@ def check(device, dtype, tokens, top_k, width):
         if device == "cuda":
             torch.full((tokens, width), float("nan"), dtype=dtype, device=device)
         assert torch.equal(plan(y, added), sum_slots_reference(y, top_k, added))
+        experts = torch.randint(-2, 2, (tokens, top_k), generator=generator).int().to(device)
+        left_out = y.masked_fill(experts.reshape(-1, 1) < 0, float("nan"))
+        expected = sum_slots_reference(y.masked_fill(experts.reshape(-1, 1) < 0, 0), top_k, added)
+        # the rows of a call either all have experts or all have none
+        plan = SumSlotsPlan(tokens, top_k, width, width % 8 == 0, machine)
+        assert torch.equal(plan(left_out, added, experts), expected)
+        assert torch.equal(sum_slots_reference(left_out, top_k, added, experts), expected)
 
 
 def interpreted_sums():
-    """In fp16 only: the interpreter truncates float32 to bf16 instead of rounding."""
+    """Checks fp16 only: the interpreter truncates float32 to bf16 instead of rounding."""
     for case in CASES:
         check("cpu", torch.float16, *case)
 
@@ -67,3 +75,5 @@ def test_what_does_not_fit_says_why():
         sum_slots(y, 4)
     with pytest.raises(ValueError, match=r"residual is torch.bfloat16 \(3, 16\), got torch.float32 \(3, 16\)"):
         sum_slots(y, 2, torch.zeros(3, 16))
+    with pytest.raises(ValueError, match=r"experts are int32 \(3, 2\), got torch.int64 \(6,\)"):
+        sum_slots(y, 2, experts=torch.zeros(6, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""What a block for 8-bit x copies and which scales its sums of 128 k get: the device functions in torch."""
+"""Tests what a block for 8-bit x copies, and which scales its sums over 128 k get. The device functions run in torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kernels.parts.plain import Pointer, plain
 
 
 def load(pointer, mask=None, other=0):
-    """Loads what the mask allows, which must be in the tensor."""
+    """Loads the elements that the mask allows, all of which must be in the tensor."""
     index, mask = torch.broadcast_tensors(pointer.index, torch.as_tensor(True if mask is None else mask))
     assert bool(((index >= 0) & (index < len(pointer.memory)))[mask].all())
     return torch.where(mask, pointer.memory[index.clamp(0, len(pointer.memory) - 1)], other)
@@ -47,7 +47,8 @@ def test_rows_that_do_not_exist_are_zeros(rows, k):
 
 @pytest.mark.parametrize("fmt", ["int4", "int5", "fp6_e3m2"])
 def test_words_are_those_of_the_row_blocks(fmt):
-    """Of each plane, in the order in which a lane reads them; row blocks beyond the last are the last, tiles beyond K zeros."""
+    """The words of each plane are copied in the order in which a lane reads them. A row block beyond the last is replaced by
+    the last, and tiles beyond K by zeros."""
     dequantizer = ByteDequantizer(fmt, "s8" if fmt.startswith("int") else "e4m3")
     w = torch.randint(1, 1 << 20, (6, 5, 32 * dequantizer.bits))
     config = SimpleNamespace(warps=4, dequantizer=dequantizer, words_layout=lambda plane: None)

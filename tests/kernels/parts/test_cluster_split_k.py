@@ -1,4 +1,5 @@
-"""Cluster split-K, two blocks per tile: its barriers follow those of the stages, and its PTX uses its operands."""
+"""Cluster split-K, with two blocks per tile. Its barriers lie after those of the stages in memory, and its PTX uses its
+operands."""
 
 from __future__ import annotations
 

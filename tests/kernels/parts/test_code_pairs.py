@@ -1,4 +1,5 @@
-"""Pairs of packed codes in element-wise kernels, in Triton's interpreter: every byte and every code at its place."""
+"""Pairs of packed codes in element-wise kernels, run in Triton's interpreter. Every byte and every code must be at its
+place."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_no_process_is_left(tmp_path, monkeypatch, given_up):
         progress.close()
     else:
         assert len([*progress]) == len(wanted) - 1
-    deadline = time.monotonic() + 10  # on a busy machine: the last one is killed and init reaps it
+    deadline = time.monotonic() + 10  # the last process is killed, and on a busy machine init may need time to reap it
     while (left := subprocess.run(group, capture_output=True, text=True, check=False).stdout) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == ""

@@ -41,18 +41,18 @@ def test_ptx_names_its_operands(fmt, group):
 @pytest.mark.parametrize("bits", range(2, 8))
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "bf16")])
 def test_codes_as_subnormal_numbers(bits, dtype, scale_dtype):
-    """After masking, each register takes one fma, in bf16 as in fp16."""
+    """After masking, each register takes one fma, in bf16 and in fp16."""
     dequantizer = Dequantizer(f"int{bits}", dtype, 64, "none", scale_dtype, True)
     check_operands(dequantizer.asm, dequantizer.constraints)
     scales = len(set(subnormal_codes(number_format(f"int{bits}"), "bf16").up))
-    own = 0 if dtype == "fp16" else scales + 1  # bf16 also multiplies by fma: scale per bit position, offset
+    own = 0 if dtype == "fp16" else scales + 1  # bf16 also multiplies by fma: the scale of each bit position, and the offset
     assert dequantizer.asm.count(f"fma.rn.{'f16x2' if dtype == 'fp16' else 'bf16x2'}") == 16 + own
     assert "sub." not in dequantizer.asm and dequantizer.epilogue_factor == 2.0**24
 
 
 @pytest.mark.parametrize("bits", range(2, 8))
 def test_scales_with_more_digits_than_bf16(bits):
-    """bf16 weights with fp16 scales never use the subnormal dequantization: the flag changes nothing."""
+    """bf16 weights with fp16 scales never use the subnormal dequantization, so that the flag changes nothing."""
     plain, marked = (Dequantizer(f"int{bits}", "bf16", 64, "none", "fp16", subnormal) for subnormal in (False, True))
     assert plain.asm == marked.asm and marked.epilogue_factor == 1.0
 

@@ -96,8 +96,8 @@ def test_costs_that_are_not_in_the_digest_write_nothing():
         for path in package.glob(f"kernels/{room}/*.py"):
             for name, imported in importing.findall(path.read_text()):
                 taken |= set(re.findall(r"\w+", imported)) if name in names else set()
-    # shared_by: its result is a field of RingGemm; share_refusals: reasons not to launch; expert_blocks: the grid; FEW_ROWS and
-    # MANY_ROWS: rows that a plan refuses or takes, which are a field of its configuration.
+    # These names are allowed: the result of shared_by is a field of RingGemm, share_refusals are reasons not to launch, and
+    # expert_blocks is the grid. FEW_ROWS and MANY_ROWS are rows that a plan refuses or takes, and a field of its configuration.
     tiles = {"MmaTile", "RingTile", "WgmmaTile", "ScaledTile"}
     hosts = {"expert_blocks", "shared_by", "share_refusals", "FEW_ROWS", "MANY_ROWS"}
     assert taken == {"ExpertShape", "GemmShape", "ScaledShape", *tiles, *hosts}

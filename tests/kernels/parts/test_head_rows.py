@@ -1,4 +1,4 @@
-"""Heads in registers: rotation, scale and codes equal those of formats/kv.py to the last bit; executed PTX."""
+"""Heads in registers. The PTX is executed; rotation, scale and codes equal those of formats/kv.py to the last bit."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_ptx_names_its_operands(fmt, tokens):
 
 @pytest.mark.parametrize(("fmt", "group"), [("int4", 32), ("int4", 64), ("int4", 128), ("int8", 0), ("int8", 128)])
 def test_raw_codes(fmt, group):
-    """Raw codes name their operands, need sums of x, and take fewer instructions than converted ones."""
+    """Raw codes name their operands and need sums of x. They take fewer instructions than converted codes."""
     converted, raw = (KBlock(fmt, "fp16", 8, group, "none", "fp16", is_raw, 2) for is_raw in (False, True))
     assert KBlock.takes_raw(fmt, "fp16", group, "none")
     check_operands(raw.asm, raw.constraints)
@@ -40,7 +40,7 @@ def test_raw_codes(fmt, group):
 
 
 def test_formats_without_raw_codes():
-    """Codes of other widths and of bf16, with zeros, or with scales of rows that would undo no factor."""
+    """Raw codes are refused for other widths, for bf16, with zeros, and with row scales that would not undo the factor."""
     kinds = [("int4", "fp16", 0, "none"), ("int4", "bf16", 128, "none"), ("int4", "fp16", 128, "integer"),
              ("int3", "fp16", 128, "none"), ("fp8_e4m3", "fp16", 0, "none"), ("dense", "fp16", 0, "none")]  # fmt: skip
     assert not any(KBlock.takes_raw(*kind) for kind in kinds)

@@ -1,4 +1,4 @@
-"""Packed blocks as PTX: every code in every field becomes its value, and instruction counts. The products are tested by
+"""Packed blocks as PTX: every code in every field becomes its value, and instruction counts. Products are tested in
 tests/kernels/sm80/test_packed_attention.py, which executes the whole kernel."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FORMATS = [KVFormat("fp8", 8), KVFormat("int8", 8), KVFormat("int4", 4)]
 def test_every_code_in_every_field(fmt):
     codes = np.arange(1 << fmt.bits, dtype=np.uint32)
     values = dequantize_rows(torch.arange(1 << fmt.bits, dtype=torch.uint8), torch.ones(()).half(), fmt, torch.float64)
-    expected = values.numpy() + fmt.offset  # offsets are subtracted from sums
-    expected = np.where(np.isnan(expected), np.where(codes == 127, 480.0, -480.0), expected)  # NaN is read as a number
+    expected = values.numpy() + fmt.offset  # offsets of codes are subtracted later, from the sums
+    expected = np.where(np.isnan(expected), np.where(codes == 127, 480.0, -480.0), expected)  # codes of NaN become numbers
     program, fields = code_program(fmt.name), 16 // fmt.bits
     for field in range(fields):
         for half in (0, 1):

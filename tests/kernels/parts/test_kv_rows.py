@@ -40,7 +40,7 @@ def check(kv, head_dim, place):
     generator = torch.Generator().manual_seed(place)
     x = torch.randn(ROWS, head_dim, generator=generator) * torch.logspace(-6, 6, ROWS)[:, None]
     x[3], x[4, 5], x[5, 1], x[6] = 0, torch.inf, torch.nan, x[6] * 1e9
-    x[7] = torch.randint(-3, 4, (head_dim,), generator=generator) * 0.5  # ties
+    x[7] = torch.randint(-3, 4, (head_dim,), generator=generator) * 0.5  # has ties
     found, expected = (KVPages.make(parse_kv(kv), 2, ROWS, head_dim, torch.float32, "cpu") for _ in range(2))
     for pages in (found, expected):
         for t in pages.tensors:
@@ -55,7 +55,7 @@ def check(kv, head_dim, place):
         fmt = (expected.scheme.k, expected.scheme.v)[t]
         scales, of_scales = found.tensors[2 + t], expected.tensors[2 + t]
         assert torch.equal(scales[1, :15].nan_to_num(-1), of_scales[1, :15].nan_to_num(-1)), (kv, fmt)
-        finite = [i for i in range(15) if i not in (4, 5)]  # codes of rows with NaN are any
+        finite = [i for i in range(15) if i not in (4, 5)]  # rows 4 and 5 have NaN, so their codes may have any value
         assert torch.equal(found.tensors[t][1, finite], expected.tensors[t][1, finite]), (kv, fmt)
         assert torch.equal(out[t, :15].nan_to_num(-1), rows[t][0, :15].nan_to_num(-1)), (kv, fmt)
         for tensor in (found.tensors[t], scales):

@@ -17,7 +17,8 @@ BARRIERS = StageBarriers(start=2048, stages=6, readers=8)
 
 @pytest.mark.parametrize(("stages", "readers"), [(6, 8), (8, 16), (1, 4), (8, 4)])
 def test_every_barrier_is_made_once(stages, readers):
-    """The first lanes of the warps initialise the barriers; the constants in the PTX say which barriers each warp takes."""
+    """The first lanes of the warps initialise all barriers, each once. Constants in the PTX state which barriers each warp
+    takes."""
     barriers = StageBarriers(start=2048, stages=stages, readers=readers)
     turns = re.findall(
         r"add.u32 number, warp, (\d+); setp.lt.u32 p, number, (\d+); setp.eq.and.u32 p, lane, 0, p;", barriers.init

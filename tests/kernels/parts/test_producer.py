@@ -17,14 +17,14 @@ from tests.kernels.parts.plain import GL, plain
 
 
 class Stages(list):
-    """Stages or barriers, represented by their indices."""
+    """Stages or barriers; an index stands for each."""
 
     def index(self, i):
         return self[i]
 
 
 def asked_for(block, blocks, tiles, C):
-    """The operations of `load` in a block, in order: a tuple (name, ..) each."""
+    """Returns the operations that `load` issues in a block, in order, each a tuple (name, ..)."""
     log: list[tuple] = []
     note = {
         name: lambda *_, name=name: log.append((name,))
@@ -67,7 +67,8 @@ def test_every_stage_of_every_tile_once(of_tokens, of_channels, iterations, spli
         tile_tokens=32, x_block=(32, 64), paired=paired, last_is_full=True,
     )  # fmt: skip
     tiles, blocks = SimpleNamespace(of_tokens=of_tokens, of_channels=of_channels, iterations=iterations), 4
-    tiles.tokens = max(20, of_tokens * 32 - 5)  # a single tile is partial; the last of several is shifted back to be full
+    # with one tile, it is partial; with several, the last is shifted back so that it is full
+    tiles.tokens = max(20, of_tokens * 32 - 5)
     for block in range(blocks):
         log = asked_for(block, blocks, tiles, C)
         of_tiles = []

@@ -1,4 +1,4 @@
-"""Additions that the compiler may not move or fuse: one instruction for each sum, no other rounding."""
+"""Additions that the compiler must neither move nor fuse. Each sum takes one instruction and is rounded only there."""
 
 from __future__ import annotations
 

@@ -60,9 +60,8 @@ def test_the_definition_is_the_reference():
 
 @pytest.mark.parametrize(("y", "stores", "words"), [("u4", True, 3), ("u4", False, 2), ("s8", True, 2)])
 def test_linked_codes_are_bytes(y, stores, words):
-    """Codes as operand A of a second product: for u4 bytes of 16 times the code, 4 columns per word; for s8 the stored
-    words.
-    """
+    """Codes become operand A of a second product. For u4 they are bytes of 16 times the code, 4 columns per word; for s8 they
+    are the stored words."""
     part = LinkedRequantize(y, None, True, stores)
     assert part.words == words
     check_operands(part.asm, part.constraints)

@@ -54,9 +54,8 @@ def test_copies_fill_a_slot_of_x(tokens):
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("tokens", [8, 16])
 def test_places_of_x_are_copied_to_or_cleared_once(tokens, tail):
-    """For any number of tokens, copies write each byte of existing tokens once. Bytes of absent tokens are zeroed: once by
-    `clear_x`, or by every copy.
-    """
+    """For any number of tokens, copies write each byte of existing tokens once. Bytes of absent tokens are set to zero, either
+    once by `clear_x` or by every copy."""
     made, lane = ring("int4", tokens, tail=tail), np.arange(32)
     assert made.skips_absent_tokens == (tokens == 8)
     for m in range(tokens + 1):

@@ -74,7 +74,7 @@ def test_each_pair_is_multiplied_once_in_order(row_blocks, rounds, slots):
 @pytest.mark.parametrize(("tokens", "row_blocks"), [(8, 1), (8, 3), (16, 2), (16, 5)])
 @pytest.mark.parametrize(("warps_n", "warps_k"), [(1, 8), (2, 4), (8, 1)])
 def test_threads_finish_all_sums(warps_n, warps_k, tokens, row_blocks, gate):
-    """The warps of a row divide its outputs among them; one thread finishes a gate and its up."""
+    """The warps of a row divide its outputs among them. The same thread finishes a gate and its up."""
     config = Block(Ring(KBlock("int4", "fp16", tokens, 128, "none", "fp16"), row_blocks, 1, False), warps_n, warps_k, gate)
     together = 1 if gate == "none" else 2
     assert config.outputs % together == 0 and config.outputs * warps_k >= config.accumulators

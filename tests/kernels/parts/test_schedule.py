@@ -61,9 +61,8 @@ def test_splits_share_k(iterations, splits):
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 8), (128, 16), (256, 64), (128, 128)])
 def test_the_last_block_gets_the_sum_of_all_splits(rows, columns):
-    """Whichever block is last gets the sum. The counters are then zero again, and no other tile changed. The words of a warp
-    are adjacent for any number of row blocks.
-    """
+    """Whichever block arrives last gets the sum of all splits. Then the counters are zero again, and no other tile has changed.
+    The words of a warp are adjacent for any number of row blocks."""
     splits, tile = 3, Integer(1)
     config = SimpleNamespace(rows=rows, columns=columns, accumulator=None, splits=splits)
     of = plain(workspace_offsets, gl=GL)(config)
@@ -117,7 +116,8 @@ SHARED = [
     (1, 2, 400, 132),
     (5, 1, 8, 2),
 ]
-"""(tiles along tokens, tiles along channels, iterations, blocks): fewer tiles than blocks, a few more, many times as many."""
+"""(tiles along tokens, tiles along channels, iterations, blocks). There are fewer tiles than blocks, a few more, or many times
+as many."""
 
 
 def shared_work(shape, **more):
@@ -174,9 +174,8 @@ class Turns:
 @pytest.mark.parametrize("at_once", [1, 5, 200])
 @pytest.mark.parametrize("shape", [*SHARED[:4], SHARED[-2]])
 def test_shares_meet_in_the_order_of_k(shape, at_once):
-    """Stream-K adds in the order of K. However few blocks run at once, none waits for a block that has not started. Counters
-    end at zero.
-    """
+    """Stream-K adds in the order of K. However few blocks run at once, no block waits for one that has not started. Counters
+    end at zero."""
     rows, columns = 64, 8
     work, tiles, config = shared_work(shape, rows=rows, columns=columns)
     rng, blocks = np.random.default_rng(0), shape[-1]

@@ -53,8 +53,8 @@ class Attention(Polled, SplitAttention):
 
 @gluon.jit
 def attention(out, q, k, v, sinks, table, position, begin, end, C: gl.constexpr):
-    """out float32 [group, head_dim + 2]: sums, maximum and total of each head for tokens begin to end and the new token, whose
-    key is the first head of q and whose value the last."""
+    """Stores out float32 [group, head_dim + 2]: sums, maximum and total of each head, for tokens `begin` to `end` and the new
+    token. The key of the new token is the first head of q, its value the last head."""
     T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
     KEYS: gl.constexpr = C.key_vectors
@@ -137,6 +137,6 @@ def test_a_split(begin, end, heads, head_dim, sinks, dtype):
     if sinks:
         scores = torch.cat([scores, sink.double()[:, None]], 1)
     found = out[:, :head_dim].double() / out[:, head_dim + 1 :].double()
-    rounding = 2e-3 if dtype == torch.float16 else 2e-2  # of probabilities
+    rounding = 2e-3 if dtype == torch.float16 else 2e-2  # the rounding of probabilities
     torch.testing.assert_close(found, scores.softmax(1)[:, : len(keys)] @ values, atol=rounding, rtol=rounding)
     torch.testing.assert_close(out[:, head_dim].double() / 1.4426950408889634, scores.amax(1), atol=1e-5, rtol=1e-5)

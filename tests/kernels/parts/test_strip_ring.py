@@ -24,10 +24,10 @@ def ring(bits, row_bytes):
 
 
 def memory(rows, ring):
-    """Shared memory that holds two strips [2, ROWS, row_bytes], swizzled as TMA writes them, and 64 zero bytes."""
+    """Shared memory that holds two strips [2, ROWS, row_bytes], swizzled as TMA writes them, and 128 zero bytes."""
     shared = np.full(41000, 0xEE, dtype=np.uint8)
     shared[ring.x_start : ring.x_start + rows.numel()] = swizzled(rows.view(torch.int8)).numpy().view(np.uint8).ravel()
-    shared[ring.zeros : ring.zeros + 64] = 0
+    shared[ring.zeros : ring.zeros + 128] = 0
     return shared
 
 

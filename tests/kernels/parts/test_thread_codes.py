@@ -1,4 +1,4 @@
-"""Codes of sums in registers: which column a register has, and the product with its constants."""
+"""Sums in registers become codes. Tests which column each register has, and the product with the constants of the columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.kernels.parts.threads import run
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 def test_registers_of_columns(columns):
-    """8 columns of a group of 32 in each of a thread's two rows, which are 8 apart; all groups have every register once."""
+    """Of each group of 32 columns, a thread has 8 in each of its two rows, which are 8 apart. Every register belongs to one
+    group."""
     rows, places = (part.reshape(128, -1) for part in wgmma_s8(columns).c.coordinates())
     seen = []
     for group in range(columns // 32):

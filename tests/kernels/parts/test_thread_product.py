@@ -1,4 +1,5 @@
-"""wgmma on registers that the kernel allocates itself: descriptors of the weights, constraints, loads and stores."""
+"""Products by wgmma on registers that the kernel allocates itself. Tests the descriptors of the weights, constraints, loads and
+stores."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_a_product_reads_its_piece(outputs, row_bytes, adds):
     count = len(part.constraints(2, adds).split(","))
     assert operands(text) == set(range(count)) - (set(range(part.sums, 2 * part.sums)) if adds else set())
     places = [16 * int(n) for n in re.findall(r"add.u32 low, \$\d+, (\d+);", text)]
-    # A piece with wider rows holds two steps of K, one with rows of 32 bytes holds one step.
+    # One piece holds two steps of K if its rows are wider than 32 bytes, otherwise one step.
     wanted = [20480 + (3 + 32 * i // row_bytes) * outputs * row_bytes + 32 * i % row_bytes for i in range(2)]
     assert places == wanted and text.count(f"m64n{outputs}k32.s32.u8.s8") == 2
     assert [int(flag) for flag in re.findall(r"setp.ne.b32 add, (\d), 0", text)] == [int(adds), 1]

@@ -80,7 +80,7 @@ def test_ldmatrix_meets_no_bank_twice(slices):
     for first in range(0, made.tokens, 8):
         for vector in range(8):
             assert len(set(plain(x_at)(first + np.arange(8), vector, made) % 128 // 16)) == 8
-    for quarter in range(0, 32, 8):  # the vectors that 8 lanes copy at a time, too
+    for quarter in range(0, 32, 8):  # also for the vectors that 8 lanes copy at a time
         assert len(set(plain(x_at)(*plain(x_vector)(quarter + np.arange(8)), made) % 128 // 16)) == 8
 
 
@@ -105,7 +105,7 @@ def test_lanes_read_their_words(fmt, row_blocks, warps, slices):
 
     places = word_places(number.bits).numpy()
     own, lane = thread // 32 % 2, thread % 32
-    for exist in (slices, slices - 1):  # a slice beyond K is zeros
+    for exist in (slices, slices - 1):  # with one slice fewer, the last slice lies beyond K and must be zeros
         fill(exist)
         for of_slice in range(slices):
             start = np.full(made.threads, at + of_slice * made.slice_bytes)

@@ -1,4 +1,5 @@
-"""Roles of warpgroups: PTX that moves registers between them, and that names the own thread and warpgroup."""
+"""Roles of warpgroups. Tests the PTX that moves registers between warpgroups, and the PTX that reads a thread's own number and
+warpgroup."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def test_registers_move_in_the_right_direction(count, direction):
 
 
 def test_a_loader_gives_up_what_math_warps_get():
-    """Four warpgroups of 128 registers a thread: three get what the loader's gives up, in steps of 8."""
+    """Four warpgroups start with 128 registers a thread. The loader gives registers up, and the three others receive them, in
+    steps of 8."""
     assert LOADER_REGISTERS.value % 8 == 0 and 24 <= LOADER_REGISTERS.value < 128
     assert 128 + (128 - LOADER_REGISTERS.value) // 3 // 8 * 8 <= 255
 

@@ -120,7 +120,8 @@ RUN = {
 
 
 WAITS = ("cp.async.commit_group", "cp.async.wait_group", "bar.warp.sync", "griddepcontrol.", "prefetch.")
-"""Instructions that do nothing here: waits and barriers, since instructions run one at a time, and prefetches."""
+"""Instructions that do nothing here. Waits and barriers are unnecessary, since instructions run one at a time; prefetches
+change no values."""
 
 
 def run(text, inputs, outputs, shared=None, start=0, memory=None, copies=None):

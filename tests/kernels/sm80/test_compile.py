@@ -39,9 +39,9 @@ def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bia
 
 @pytest.mark.parametrize(
     "cases",
-    # 16 tokens: a warp holds twice the rows of w and x and uses 170 registers or more. All formats run, but formats of 5 or 6
-    # bits load alike, so one each. One token: 74 to 121 registers, so spills are unlikely; three formats with very different
-    # loads.
+    # With 16 tokens, a warp holds twice the rows of w and x and uses 170 registers or more, so all formats run. Formats of 5 or
+    # 6 bits load alike, so one of each width suffices. With one token, kernels use 74 to 121 registers and spills are unlikely,
+    # so three formats with very different loads suffice.
     batches([*((16, fmt) for fmt in FORMATS), *((1, fmt) for fmt in ("int4", "int7", "int8"))]),
 )
 def test_main_loop(cases):
@@ -52,7 +52,8 @@ def test_main_loop(cases):
 
 def check_main_loop(m, fmt, tile, kernel):
     assert kernel.count("LDL") == 0 and kernel.count("STL") == 0 and kernel.stack_bytes == 0, "registers spilled"
-    # The loop body exists twice (the last iteration starts no copies). Each row block and round has 8 products per 8 tokens.
+    # The loop body exists twice, since the last iteration starts no copies. Each row block and round has 8 products per 8
+    # tokens.
     assert kernel.count("HMMA.16816") == 2 * tile.row_blocks * tile.rounds * 8 * (tile.tokens // 8)
     assert kernel.count("LDSM.16.M88.4") > 0 and kernel.count("LDGSTS") > 0
     if number_format(fmt).bits >= 4:

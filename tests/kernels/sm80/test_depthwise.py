@@ -62,7 +62,8 @@ def check(case, on="cpu", images=2):
         assert wanted.unique().numel() > 12
     else:
         got = out.permute(0, 3, 1, 2)
-        if on == "cpu" and TRITON < (3, 7) and got.dtype == torch.float32:  # whose interpreter rounds twice in tl.fma
+        # Triton's interpreter before 3.7 rounds twice in tl.fma
+        if on == "cpu" and TRITON < (3, 7) and got.dtype == torch.float32:
             torch.testing.assert_close(got, wanted, rtol=2**-22, atol=2**-22 * float(wanted.abs().max()))
         else:
             assert torch.equal(got, wanted), case
@@ -128,7 +129,7 @@ def test_windows_that_are_too_large_are_refused():
     (90, "s8", "s8", 3, 1), (80, "s8", "s8", 5, 1), (90, "s8", "s8", 6, 2), (90, "u4", "u4", 3, 1),
 ])  # fmt: skip
 def test_machine_code(capability, x, y, window, stride):
-    """No spills; one dp4a for four taps; no load of a pixel waits for another one."""
+    """Nothing spills. Four taps take one dp4a. No load of a pixel waits for another load."""
     conv = layer((window, window), (stride, stride), (window // 2,) * 2, x, y, True, 192)
     tile = depthwise_tile(conv.spec)
     constants = dict(VECTORS=24, KH=window, KW=window, SH=stride, SW=stride, PH=window // 2, PW=window // 2)

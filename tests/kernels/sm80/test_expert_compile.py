@@ -24,7 +24,7 @@ from tests.kernels.sm80.test_large_m_compile import check_loop
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FORMATS = [("int2", 1), ("int3", 1), ("fp6_e3m2", 1), ("int8", 64)]
-"""(format, tokens): formats whose words are loaded in different ways; the others are in LARGEST."""
+"""(format, tokens) for formats whose words are loaded in different ways. The other formats are in LARGEST."""
 
 
 def compiled(
@@ -47,9 +47,8 @@ def compiled(
 
 
 def check(tile, kernel, sums=0):
-    """Nothing spills; with more than 4 row blocks of 16 tokens, nothing in the main loop. Both copies of the loop body have all
-    products, plus `sums` for sums of x. Copies and waits are for single slots.
-    """
+    """Nothing spills. With 16 tokens and more than 4 row blocks, spills are allowed outside the main loop. Both copies of the
+    loop body have all products, plus `sums` for sums of x. Copies and waits are for single slots."""
     if tile.tokens == 16 and tile.row_blocks > 4:
         products = [i for i, line in enumerate(kernel.lines) if "HMMA.16816" in line]
         loop = kernel.lines[products[0] : products[len(products) // 2 - 1]]
@@ -64,7 +63,7 @@ def check(tile, kernel, sums=0):
 
 
 def check_products_between_waits(tile, kernel):
-    """In the second copy of an iteration, each wait for a slot follows the products of all pairs up to three before it."""
+    """In the second copy of the loop body, the wait for slot i follows the products of at least the first i - 1 slots."""
     lines = [line for line in kernel.lines if re.search(r"HMMA|DEPBAR\.LE SB0", line)]
     waits = [i for i, line in enumerate(lines) if "DEPBAR" in line]
     products = (len(lines) - len(waits)) // 2

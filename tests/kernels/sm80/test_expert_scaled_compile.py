@@ -18,7 +18,8 @@ COUNT, N, K, TOKENS = 128, 1536, 2048, 64
 
 
 def compiled(sm, scheme, rows, x_scale="token", x_zero=False, down=False):
-    """Qwen3-30B-A3B's gates and ups, or with `down` a product of slots with router weights."""
+    """Compiles the products of Qwen3-30B-A3B: gate and up, or with `down` a product whose rows of x are slots, with router
+    weights."""
     parsed = parse_scheme(scheme)
     shape = ExpertShape(TOKENS, 8, COUNT, N, K, parsed.weight.bits, rows, down)
     plan = ExpertScaledPlan(shape, parsed, torch.bfloat16, x_scale, x_zero, True, weighted=down)
@@ -48,7 +49,7 @@ def test_stages_are_copied_ahead_and_nothing_spills(case):
     ) * (N // 64)
     assert kernel.stack_bytes == 0 and kernel.count("LDL") == 0 and kernel.count("STL") == 0
     products = sum(kernel.count(name) for name in ("IMMA.16832", "QMMA.16832"))
-    if case[0] == 90 and case[1] == "fp8_block":  # Hopper's mma.sync of fp8 is that of halves
+    if case[0] == 90 and case[1] == "fp8_block":  # Hopper's mma.sync computes fp8 by its instruction for 16-bit floats
         products = kernel.count("HMMA.16816") // 2
     assert products == 4 * (columns // 8), "4 k steps x 8 tokens each"
     assert kernel.count("LDGSTS") > 0 and kernel.shared_bytes <= 48 << 10

@@ -1,4 +1,4 @@
-"""The kernel of experts for 8-bit activations as what it is, Python, block by block: what it copies, multiplies and stores."""
+"""Runs the kernel of experts for 8-bit activations as Python, block by block: what it copies, multiplies and stores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stage:
 
 
 def copy_ahead(stage, pointer, mask):
-    """Zeros where there is nothing; only the rest is read, and must be in the tensor."""
+    """Copies to a stage, with zeros where the mask is False. All other elements must be in the tensor."""
     stage.values = load(pointer, mask.expand(torch.broadcast_shapes(mask.shape, pointer.index.shape)), 0).double()
 
 

@@ -93,7 +93,8 @@ def check(plan, kernel, end, of_rows, parts, stack_bytes=0):
     tile, config = plan.tile, plan.config
     first, last = main_loop(kernel)
     assert not re.search(r"\b(LDL|STL)\b", " ".join(kernel.lines[first : last + 1])), "registers spilled in the main loop"
-    used = kernel.stack_bytes if kernel.count("LDL") or kernel.count("STL") else 0  # ptxas may reserve a stack and not use it
+    # ptxas may reserve a stack that the kernel does not use
+    used = kernel.stack_bytes if kernel.count("LDL") or kernel.count("STL") else 0
     assert used <= stack_bytes, "registers spilled"
     wait = next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)
     copies = [i for i, line in enumerate(kernel.lines) if "LDGSTS" in line]
@@ -225,7 +226,8 @@ def test_rows_with_fewer_slots_than_row_blocks(tile):
         assert waits == set(range(tile.depth)), "never more under way than slots, at the end fewer and fewer"
 
 
-@pytest.mark.parametrize(("sm", "m"), [(80, 8), (80, 16), (89, 16), (120, 16)])  # 8: 94 to 128 registers, 16: 168 to 178
+# 8 tokens take 94 to 128 registers, 16 take 168 to 178
+@pytest.mark.parametrize(("sm", "m"), [(80, 8), (80, 16), (89, 16), (120, 16)])
 def test_rows_on_every_machine(sm, m):
     _, kernel = compiled_rows("residual", m, 4096, 4096, sm=sm)
     assert kernel.stack_bytes == 0 and kernel.shared_bytes <= arch_for(sm).shared_per_block_bytes

@@ -65,8 +65,8 @@ def check_loop(tile, kernel) -> None:
     assert len(branches) <= 2, "one stretch of code"
 
 
-# bf16 dequantizes with other instructions, so the formats that differ most in codes per word run in bf16. Formats of as many
-# bits load alike: if fp16 has another format of these bits, the format runs in bf16 only.
+# bf16 dequantizes with other instructions, so the formats that differ most in codes per word run in bf16. Formats of equally
+# many bits load alike: such a format runs only in bf16 if fp16 runs another format of these bits.
 @pytest.mark.parametrize(
     "cases",
     batches([*((fmt, "fp16") for fmt in FORMATS if fmt not in ("int8", "fp6_e3m2")), *((fmt, "bf16") for fmt in BF16)]),
@@ -101,8 +101,8 @@ def test_every_machine(machine):
         assert all(kernel.count(name) > 0 for name in ("HMMA.16816", "LDSM", "LDGSTS"))
 
 
-# Before sm_90 bf16 has only fma, so each kind of zero and each other scale type converts in its own way. That does not depend
-# on whether a step has one or four scales, so each case runs with one of the two.
+# Before sm_90 bf16 has only fma, so each kind of zero, and each scale dtype other than that of x, converts in its own way. That
+# does not depend on whether a step has one scale or four, so each case runs with one of the two.
 @pytest.mark.parametrize(
     "cases",
     batches([

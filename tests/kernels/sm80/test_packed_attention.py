@@ -1,5 +1,5 @@
-"""Paged attention over packed pages: against float64, without a GPU by executing its PTX (tests/kernels/ptx.py); machine
-code."""
+"""Paged attention over packed pages, compared with float64. Without a GPU its PTX is executed (tests/kernels/ptx.py). Also
+tests its machine code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lowbit.kernels.sm80.packed_attention import PackedAttentionPlan
 gpu = pytest.mark.gpu
 
 RAGGED = [0, 1, 15, 127, 128, 129, 300, 1000]
-"""Context lengths: number of tokens before the new one."""
+"""Context lengths: numbers of tokens before the new one."""
 
 
 def tile_for(splits, chunk=128):
@@ -103,7 +103,7 @@ def check(given, kv, contexts, splits=4, chunk=128, sm=90, dtype=torch.float16, 
 
 
 def check_verify(given, kv, contexts, counts, splits=3, sm=90, dtype=torch.float16, device="cpu", **options):
-    """Several new tokens per slot: against the reference, and with the bits of as many steps of one token."""
+    """Several new tokens per slot are compared with the reference, and have the bits of as many steps of one token."""
     case = packed(make_case(given, contexts, dtype, device, padding=1, **options), kv)
     case = several_tokens(case, counts)
     before, single = case.copy(), case.copy()
@@ -183,7 +183,7 @@ def check_poison(kv, device="cpu"):
     rows = [1, 2, 3]
     some = [dataclasses.replace(c, qkv=c.qkv[rows], rows=c.rows[rows]) for c in (case, before)]
     out, given = out[rows], some[1]
-    # The first row's new token is no part of the comparison.
+    # The new token of the first row is not compared.
     slot = case.tables[0, 300 // 128].long()
     for t, old in zip(case.pages.tensors, before.pages.tensors, strict=True):
         t[slot] = old[slot]
@@ -210,13 +210,13 @@ def test_rows_do_not_depend_on_the_batch():
 
 @pytest.mark.parametrize(
     ("head_dim", "kv", "registers", "per_value"),
-    # Instructions of the main loop per value: 0.5 (int8), 0.625 (int4) or 1.75 (fp8) for the codes, 0.14 for the products.
+    # Instructions of the main loop for each value: the codes take 0.5 (int8), 0.625 (int4) or 1.75 (fp8), the products 0.14.
     [(128, "int4", 128, 1.85), (128, "int8", 168, 1.7), (128, "fp8", 168, 2.9), (64, "int4", 128, 2.6), (96, "k8v4", 168, 2.0)],
 )
 def test_codes_are_read_in_vectors_of_16_bytes_and_nothing_spills(head_dim, kv, registers, per_value):
     kernel = compiled(shape(32, 8, head_dim), kv)
     assert kernel.registers <= registers
-    if TRITON >= (3, 9):  # older ones spill up to 72 bytes
+    if TRITON >= (3, 9):  # older Tritons spill up to 72 bytes
         assert kernel.stack_bytes == 0
     (loop,) = [kernel.lines[a : b + 1] for a, b in kernel.loops if any("HMMA" in line for line in kernel.lines[a : b + 1])]
     scheme = parse_kv(kv)
@@ -228,14 +228,15 @@ def test_codes_are_read_in_vectors_of_16_bytes_and_nothing_spills(head_dim, kv, 
 
 @pytest.mark.parametrize(("head_dim", "kv"), [(128, "int4"), (128, "fp8"), (256, "int4"), (256, "int8")])
 def test_all_features_at_once_hardly_spill(head_dim, kv):
-    """Triton 3.9 spills two registers of int4 with 256 elements, outside the main loop; Triton 3.6 more."""
+    """For int4 with 256 elements, Triton 3.9 spills two registers outside the main loop. Triton 3.6 spills more."""
     given = shape(32, 8, head_dim, rotary_dim=head_dim // 2, softcap=50.0, window=4096, norm_eps=1e-6, norm_offset=1.0)
     kernel = compiled(given, kv, norms=torch.float16, sinks=torch.float16)
     assert kernel.stack_bytes <= (160 if TRITON < (3, 9) else 8)
 
 
 def test_old_keys_are_asked_for_before_the_wait():
-    """sm_90: tables, positions and the first block are loaded before the wait, q after it; stores come last."""
+    """sm_90: tables, positions and the first block are loaded before the wait for the previous kernel, q after it. Stores come
+    last."""
     kernel = compiled(shape(32, 8, 128), "int4")
     names = [line.split()[line.startswith("@")] for line in kernel.lines]
     wait, start = names.index("ACQBULK"), names.index("PREEXIT")
@@ -246,7 +247,8 @@ def test_old_keys_are_asked_for_before_the_wait():
 
 
 def test_several_tokens_per_slot():
-    """The attention of a verified step loads no codes before the wait; the launch before it stores keys and values alone."""
+    """The attention of a verified step loads no codes before the wait, and stores none. A launch before it stores keys and
+    values, and does nothing else."""
     kernel = compiled(shape(32, 8, 128), "int4", task=DecodeTask.VERIFY)
     names = [line.split()[line.startswith("@")] for line in kernel.lines]
     assert not any("128" in name or name.startswith("STG") for name in names[: names.index("ACQBULK")])
@@ -290,7 +292,7 @@ def test_nan_stays_in_its_row_on_a_gpu(kv):
 
 @gpu
 def test_many_rows_and_splits():
-    """More programs than fit the GPU at once, repeated: counters end at zero and every run gives the same bits."""
+    """More programs than fit the GPU at once run repeatedly. Counters end at zero, and every run gives the same bits."""
     given = shape(32, 8, 128)
     case = packed(make_case(given, [(331 * i) % 2500 for i in range(64)], device="cuda", padding=8), "int4")
     before = case.copy()

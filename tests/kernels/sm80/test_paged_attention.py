@@ -1,4 +1,5 @@
-"""Paged attention of a decode step: against float64, without a GPU in Triton's interpreter; machine code."""
+"""Paged attention of a decode step, compared with float64. Without a GPU it runs in Triton's interpreter. Also tests its
+machine code."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 gpu = pytest.mark.gpu
 
 RAGGED = [0, 1, 15, 127, 128, 129, 300, 1000]
-"""Context lengths: number of tokens before the new one."""
+"""Context lengths: numbers of tokens before the new one."""
 
 
 def run(case, tile, machine, verify=False):
@@ -52,7 +53,7 @@ def check(shape, contexts, tile, dtype=torch.float16, device="cpu", **options):
 
 
 def check_verify(given, contexts, counts, tile, dtype=torch.float16, device="cpu", **options):
-    """Several new tokens per slot: against the reference, and with the bits of as many steps of one token."""
+    """Several new tokens per slot are compared with the reference, and have the bits of as many steps of one token."""
     machine = machine_of(device) if device == "cuda" else typical_machine(80)
     case = several_tokens(make_case(given, contexts, dtype, device, padding=2, **options), counts)
     before, single = case.copy(), case.copy()
@@ -103,7 +104,7 @@ def warps_for(shape):
 
 
 def check_features():
-    """Checks all features; those that do not concern the addressing of kv heads run with a single kv head."""
+    """Checks all features. Features that do not concern the addressing of kv heads run with a single kv head."""
     for name, (given, options) in FEATURES.items():
         if name not in ("plain", "one head each", "groups of 3", "96", "shared pages and padding", "sinks"):
             given = dataclasses.replace(given, heads=given.group, kv_heads=1)
@@ -115,12 +116,12 @@ def check_tiles():
     for splits, chunk, block in ((1, 64, 64), (2, 64, 16), (8, 128, 128), (64, 64, 16)):
         check(given, [400, 64, 65, 300], DecodeTile(splits, chunk, block, 1))
     check(given, [300, 129, 1, 0], DecodeTile(4, 64, 16, 1, 3))
-    check(given, [300, 0, 65], DecodeTile(4, 64, 64, 2), sinks=torch.float16)  # rows of the new token by several warps
-    check(given, [*RAGGED[:-1], 500], DecodeTile(16, 64, 32, 1))  # fp16: the interpreter does not multiply bf16
+    check(given, [300, 0, 65], DecodeTile(4, 64, 64, 2), sinks=torch.float16)  # several warps hold rows of the new token
+    check(given, [*RAGGED[:-1], 500], DecodeTile(16, 64, 32, 1))  # in fp16, since the interpreter does not multiply bf16
 
 
 def check_several_tokens():
-    """Tokens within a page and across pages, splits that end among them, windows, norms, sinks."""
+    """Checks new tokens within a page and across pages, splits that end among them, windows, norms and sinks."""
     check_verify(shape(2, 1), [130, 66, 3], [5, 1, 4], tile_for(shape(2, 1), 4))
     check_verify(shape(2, 1), [130, 1], [3, 2], tile_for(shape(2, 1), 4, stages=3))
     given = shape(2, 1, window=128, norm_eps=1e-6)
@@ -171,11 +172,12 @@ def compiled(given, tile, sm=90, dtype=torch.float16, norms=None, sinks=None, ta
     ids=str,
 )  # fmt: skip
 def test_nothing_spills_and_pages_are_read_in_vectors_of_16_bytes(head_dim, group, dtype, programs):
-    """Covers all tiles up to the number of parts: registers depend on the number of warps only."""
+    """Covers all tiles, but only one number of parts, since registers depend on the number of warps only."""
     given = shape(4 * group, 4, head_dim)
     for warps, kernel in [(warps, compiled(given, tile_for(given, 32, warps), 90, dtype)) for warps in programs]:
         assert kernel.stack_bytes == 0 and kernel.count("LDL") == kernel.count("STL") == 0, (warps, kernel.registers)
-        # 64 registers of keys and values each for the first block and the loop; q; the partial results of a round.
+        # 64 registers each hold keys and values, for the first block and for the loop. Others hold q and the partial results of
+        # a round.
         assert kernel.count("LDG.E.128") >= 33, warps
         assert kernel.count("HMMA.16816") >= 32
 
@@ -235,7 +237,7 @@ def test_old_keys_are_asked_for_before_the_wait():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_several_tokens_per_slot(head_dim):
-    """The attention of a verified step loads no keys before the wait and stores none; the launch before it stores them."""
+    """The attention of a verified step loads no keys before the wait, and stores none. A launch before it stores them."""
     given = shape(32, 8, head_dim)
     for tile in (tile_for(given, 32, 1), tile_for(given, 32, 4), tile_for(given, 16, 4, stages=2)):
         kernel = compiled(given, tile, task=DecodeTask.VERIFY)
@@ -283,7 +285,7 @@ def test_rows_do_not_feel_each_other(dtype):
 
 @gpu
 def test_many_rows_and_parts_meet():
-    """More programs than fit the GPU at once, repeated: counters end at zero and every run gives the same bits."""
+    """More programs than fit the GPU at once run repeatedly. Counters end at zero, and every run gives the same bits."""
     given = shape(32, 8, 128)
     case = make_case(given, [(331 * i) % 2500 for i in range(64)], device="cuda", padding=8)
     before, tile = case.copy(), tile_for(given, 32)

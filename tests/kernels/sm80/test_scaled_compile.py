@@ -28,7 +28,7 @@ def compiled(sm, scheme, x_scale="token", x_zero=False, y=torch.bfloat16, functi
 def test_int8(sm):
     to_codes = compiled(sm, "w8a8", y=torch.int8, function="gelu")
     for kernel in (compiled(sm, "w8a8"), compiled(sm, "w4a8_g128", x_zero=True), to_codes):
-        # 64 rows x 64 tokens x K 128 for 4 warps: 4 steps of K x 8 tiles of 8 tokens
+        # 64 rows, 64 tokens and K 128 for 4 warps: 4 steps of K x 8 tiles of 8 tokens
         assert kernel.count("IMMA.16832") == 32 and kernel.stack_bytes == 0
 
 

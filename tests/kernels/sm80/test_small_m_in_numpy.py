@@ -14,6 +14,7 @@ from lowbit.hardware.arch import arch_for
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.kernels.choose.tiles import DENSE_BITS, GemmShape, RingTile
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
+from lowbit.kernels.reference.lora import lora_terms_reference, part_of_columns
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight
 from lowbit.pack.gated import alternate
 from lowbit.quantize import rtn
@@ -22,8 +23,9 @@ from tests.hardware.emulate import mma
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts import epilogue as epilogue_part
-from lowbit.kernels.parts import ring_loop, small_m_epilogue
+from lowbit.kernels.parts import lora_epilogue, ring_loop, small_m_epilogue
 from lowbit.kernels.parts.epilogue import Epilogue
+from lowbit.kernels.parts.lora_epilogue import LoraTerms
 from lowbit.kernels.sm80 import small_m_gemm
 from lowbit.kernels.sm80.small_m_gemm import RingPlan
 from tests.kernels.parts.blocks import Block, Memory, lanes
@@ -98,7 +100,7 @@ def launch(plan, late, call, *outputs):
                     everything[place] = values
 
             block = Block(
-                plan.config, plan.grid, (i, 0, split), epilogue_part, small_m_epilogue, ring_loop, small_m_gemm,
+                plan.config, plan.grid, (i, 0, split), epilogue_part, lora_epilogue, small_m_epilogue, ring_loop, small_m_gemm,
                 memory=everything, after_wait=after_wait, multiply=multiply,
             )  # fmt: skip
             block.device["ring_gemm"](*given.values())
@@ -126,9 +128,7 @@ def room(plan):
 
 SCHEMES = [("w4a16_g128", 512), ("w6e3m2a16", 400), ("w5a16_g64", 648)]
 CASES = [[(*SCHEMES[i], TILES[j]) for j in range(4) for i in range(3) if (i + j) % 2 == end] for end in range(2)]
-"""Every scheme with every tile. Half of the pairs run with each of two epilogues, since an epilogue does not depend on
-codes.
-"""
+"""Every scheme with every tile. An epilogue does not depend on codes, so each of two epilogues runs with half of the pairs."""
 
 
 @pytest.mark.parametrize(("scheme", "k", "tile"), CASES[0], ids=str)
@@ -164,13 +164,55 @@ def test_neither(tile, sm):
     assert close(y, x.double() @ q.dequantize(torch.float64).T + bias.double())
 
 
+# ---- adapters of rows in the epilogue
+
+
+def adapted(x, widths, alternates, rank, splits, adapters=2):
+    """((t, b, adapter_of), what they add to each token, LoraTerms) for rows of several adapters and of none."""
+    m, n, generator = len(x), sum(widths), torch.Generator().manual_seed(rank)
+    t = torch.randn(splits, m, len(widths), rank, generator=generator)
+    b = torch.randn(adapters, n, rank, generator=generator).half()
+    adapter_of = (torch.arange(m, dtype=torch.int32) + 1) % (adapters + 1) - 1
+    t[:, adapter_of < 0] = float("nan")  # as the launch before leaves them
+    added = lora_terms_reference(t, b, adapter_of, part_of_columns(widths, alternates))
+    return (t, b, adapter_of), added, LoraTerms(widths, alternates, adapters, rank, splits, "fp16")
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_adapters(tile):
+    k = 512
+    for m, gate, widths, rank in ((1, "none", (48, 24, 16), 16), (tile.tokens - 2, "silu", (56, 56), 32)):
+        n, alternates = sum(widths), gate != "none"
+        q, weight, form, x, bias = made("w4a16_g128", n, k, m)
+        lora, added, terms = adapted(x, widths, alternates, rank, 3)
+        squares = k * (torch.rand(9, m) + 0.5)
+        epilogue = Epilogue(form.channel_scale, True, 9, gate, lora=terms)
+        plan = RingPlan(GemmShape(m, n, k, 4), tile, form, torch.float16, epilogue, arch_for(90))
+        call = x, *weight, bias, *room(plan), squares, None, None, 0.5, 1 / k, 1e-3, *lora
+        y = launch(plan, (x, squares, lora[0]), call)
+        expected = norm_gemm_reference(x, q, squares, bias + added, width=k, eps=1e-3, gated=gate, x_factor=0.5)
+        assert close(y, expected)
+    m, n = tile.tokens, 120
+    q, weight, form, x, _ = made("w4a16_g128", n, k, m)
+    lora, added, terms = adapted(x, (n,), False, 16, 1)
+    h, gamma = torch.randn(m, n).half(), torch.rand(n) + 0.5
+    expected, following, _ = residual_gemm_reference(x, q, h, gamma, added, x_factor=0.5)
+    epilogue = Epilogue(form.channel_scale, False, h_type="fp16", lora=terms)
+    plan = RingPlan(GemmShape(m, n, k, 4), tile, form, torch.float16, epilogue, arch_for(90))
+    squares = torch.empty(plan.squares_parts, m)
+    call = x, *weight, None, *room(plan), squares, h, gamma, 0.5, None, None, *lora
+    got = launch(plan, (x, h, lora[0]), call, squares)
+    assert close(h, expected) and close(got, following)
+    assert torch.allclose(squares.sum(0), h.float().square().sum(1), rtol=1e-5)
+
+
 # ---- 16-bit weights as nn.Linear holds them
 
 ROWS = [
     RingTile(8, 2, 2, 1, 2, 1), RingTile(8, 4, 1, 2, 1, 1, 0, 2), RingTile(16, 3, 2, 1, 2, 3, 0, 2),
     RingTile(16, 1, 2, 1, 4, 1), RingTile(8, 3, 1, 1, 4, 1, 0, 1),
 ]  # fmt: skip
-"""Rings that hold more and less than a K of 128, down to one slot; split-K; two rows of warps."""
+"""Rings with more slots and with fewer slots than a K of 128 needs, down to one slot; split-K; two rows of warps."""
 
 
 def rows(n, k, m):
@@ -186,7 +228,7 @@ def paired(t):
 
 
 @pytest.mark.parametrize(
-    # K of whole passes over the ring, of less than one pass, and of a partial last pass; two of these for each tile.
+    # K takes whole passes over the ring, less than one pass, or a partial last pass. Two of these run for each tile.
     ("tile", "k"), [(tile, k) for i, tile in enumerate(ROWS) for k in np.roll([384, 520, 1024], i)[:2].tolist()], ids=str
 )  # fmt: skip
 def test_rows_with_norm_and_gate(tile, k):
@@ -198,6 +240,22 @@ def test_rows_with_norm_and_gate(tile, k):
         y = launch(plan, (x, squares), (x, values, None, None, bias, *room(plan), squares, None, None, 0.5, 1 / k, 1e-3))
         w, b = (values, bias) if gate == "none" else (paired(values), paired(bias))
         assert close(y, norm_gemm_reference(x, DenseWeight(w), squares, b, width=k, eps=1e-3, gated=gate, x_factor=0.5))
+
+
+@pytest.mark.parametrize("tile", ROWS, ids=str)
+def test_rows_with_adapters(tile):
+    """All gate rows precede all up rows, and so do the adapters' columns."""
+    m, n, k = tile.tokens - 1, 176, 384
+    values, x, bias = rows(n, k, m)
+    squares = k * (torch.rand(9, m) + 0.5)
+    lora, added, terms = adapted(x, (n // 2, n // 2), False, 16, 2)
+    epilogue = Epilogue(False, True, 9, "silu", lora=terms)
+    plan = RingPlan(GemmShape(m, n, k, DENSE_BITS), tile, DENSE_FORM, torch.float16, epilogue, arch_for(90))
+    call = x, values, None, None, bias, *room(plan), squares, None, None, 0.5, 1 / k, 1e-3, *lora
+    y = launch(plan, (x, squares, lora[0]), call)
+    paired_bias = torch.stack([paired(one) for one in bias + added])
+    reference = DenseWeight(paired(values))
+    assert close(y, norm_gemm_reference(x, reference, squares, paired_bias, width=k, eps=1e-3, gated="silu", x_factor=0.5))
 
 
 @pytest.mark.parametrize(("tile", "k"), [(tile, (512, 648)[i % 2]) for i, tile in enumerate(ROWS)], ids=str)

@@ -1,6 +1,5 @@
-"""The instruction order within a stage: all copies and all dequantization are placed, before their users. The main loop around
-it is tested in tests/kernels/parts/test_mma_loop.py.
-"""
+"""The order of instructions within a stage: all copies and all dequantization have a place, before the instructions that use
+them. The main loop around a stage is tested in tests/kernels/parts/test_mma_loop.py."""
 
 from __future__ import annotations
 

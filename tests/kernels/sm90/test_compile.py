@@ -86,10 +86,10 @@ def check_straight_line(lines: list[str]) -> None:
 
 
 def check_barriers(config, kernel) -> None:
-    """Asserts that the PTX in this package and Triton's own operations use the same barrier addresses: the allocation is at
-    offset 0.
-    """
-    waits = re.findall(r"mbarrier\.try_wait\S* complete, \[(%r\d+)\]", kernel.ptx)  # Triton's: loader, h
+    """Asserts that the PTX in this package and Triton's own operations use the same barrier addresses, that is, that the
+    allocation is at offset 0."""
+    # the waits of Triton's own operations: for the loader and for h
+    waits = re.findall(r"mbarrier\.try_wait\S* complete, \[(%r\d+)\]", kernel.ptx)
     found = {int(at) for wait in waits for at in re.findall(rf"add\.s32\s+{wait}, %r\d+, (\d+);", kernel.ptx)}
     expected = {config.barriers.start + 8 * config.stages}
     if isinstance(config, WgmmaGemm) and config.epilogue.residual:
@@ -100,10 +100,10 @@ def check_barriers(config, kernel) -> None:
 @pytest.mark.parametrize(
     "cases",
     batches([
-        # Dequantization is the same code in every tile. It has the fewest registers if four warpgroups share an SM (64 tokens),
-        # so every format runs there. It also has few next to the accumulators of 256 tokens: one format per number of bits.
-        # Other tiles run two formats each of those that load most differently: one plane of 2 words, one of 4, three planes,
-        # two vectors of 4.
+        # Dequantization is the same code in every tile. With 64 tokens four warpgroups share an SM, which leaves it the fewest
+        # registers, so every format runs there. Beside the accumulators of 256 tokens it also has few: one format per number of
+        # bits runs. Other tiles run two formats for each of the most different ways to load: one plane of 2 words, one of 4,
+        # three planes, two vectors of 4.
         *(("fp16", 64, 28672, fmt) for fmt in FORMATS),
         *(("bf16", 4096, 8192, fmt) for fmt in ("int2", "int3", "int4", "fp5_e2m2", "fp6_e3m2", "int7", "fp8_e4m3")),
         *(
@@ -129,7 +129,7 @@ def check_main_loop(fmt, config, kernel):
     products = [line for line in kernel.lines if "HGMMA" in line]
     assert len(products) == 8, "two stages of 64 k, four products each"
     assert all(re.search(r"HGMMA\S* R\d+, R\d+, gdesc", line) for line in products), "operand A comes from registers"
-    # ptxas serializes wgmma in some kernels (remark C7510 and similar): these wait after every product.
+    # In some kernels ptxas serializes wgmma (remark C7510 and similar). They wait after every product.
     assert kernel.count("WARPGROUP.DEPBAR") == 3, "a wait for each stage and one at the end"
     check_operands_in_flight(kernel.lines)
     check_barriers(config, kernel)
@@ -146,7 +146,8 @@ def check_main_loop(fmt, config, kernel):
     ],
 )  # fmt: skip
 def test_parts_of_k_in_turn(fmt, dtype, zero, tile):
-    """Parts of K that one block computes one after the other share one main loop; registers hold two sets of accumulators."""
+    """One block may compute several parts of K one after the other. They share one main loop, and registers hold two sets of
+    accumulators."""
     config, kernel = compiled(fmt, dtype, 1024, zero=zero, subnormal=zero == "none" and fmt == "int4", tile=tile)
     assert kernel.stack_bytes == 0 and kernel.count("STL") == 0, "registers spilled"
     assert len([line for line in kernel.lines if "HGMMA" in line]) == 8 and kernel.count("WARPGROUP.DEPBAR") == 3
@@ -216,9 +217,9 @@ def test_the_check_of_operands_finds_a_violation():
 
 @pytest.mark.parametrize(
     ("fmt", "m"), [("int4", 64), ("fp8_e5m2", 4096)]
-)  # an integer, and the float format whose scales need the factor
+)  # an integer format, and the float format whose scales need the factor
 def test_a_power_of_two_beside_group_scales_is_not_in_the_main_loop(fmt, m):
-    """The channel factor leaves the main loop unchanged but for at most four moves."""
+    """The channel factor adds at most four moves to the main loop."""
     loops = []
     made = [compiled(fmt, "fp16", m, scale_dtype="bf16", scaled_twice=scaled_twice) for scaled_twice in (False, True)]
     for scaled_twice, (config, kernel) in enumerate(made):

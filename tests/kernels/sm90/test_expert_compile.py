@@ -90,7 +90,7 @@ def test_too_few_stages_are_refused():
 
 
 def recorded_layer(tokens):
-    """The kernels of a layer of experts for so many tokens, recorded: router, both products, sum."""
+    """Records the kernels of a layer of experts for this number of tokens: router, both products, sum."""
     from lowbit.kernels.elementwise.route import RoutePlan
     from lowbit.kernels.elementwise.sum_slots import SumSlotsPlan
     from lowbit.kernels.parts.launch import recording
@@ -113,7 +113,7 @@ def recorded_layer(tokens):
 
 
 def compiled_ahead():
-    """In a process of its own, which compiles without a GPU: all kernels of a layer, from what a warm-up records of them."""
+    """Compiles all kernels of a layer, from what a warm-up records of them. Runs in its own process, without a GPU."""
     from lowbit.kernels.parts.compile import compile_one
     from lowbit.kernels.parts.gluon import without_gpu
 

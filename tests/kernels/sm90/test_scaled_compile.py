@@ -57,10 +57,10 @@ def test_eight_bits(scheme, m):
     assert kernel.stack_bytes == 0 and kernel.count("LDL") == kernel.count("STL") == 0, "registers spilled"
     products = [line for line in kernel.lines if product_name(scheme) in line]
     per_stage = 4 * (config.columns // config.accumulator.instr_shape[1])
-    # by_halves: one half starts before the loop, two in it and one after it.
+    # With by_halves, products of one half stand before the loop, of two halves in it, and of one half after it.
     expected = 4 * 4 if config.by_halves else per_stage * config.iteration_stages
     assert len(products) == expected and all("gdesc" in line for line in products)
-    # A serialized kernel waits after every product (ptxas' remark C7510 and its neighbours).
+    # A kernel that ptxas serializes waits after every product (remark C7510 and similar).
     one_wait = config.promote and config.iteration_stages == 1
     assert kernel.count("WARPGROUP.DEPBAR") == (4 if config.by_halves else 1 if one_wait else 2)
     assert kernel.count("UTMALDG") > 0 and kernel.count("ACQBULK") > 0

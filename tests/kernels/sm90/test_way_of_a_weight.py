@@ -30,7 +30,7 @@ def way(lines: list[str], value: str) -> list[str]:
             taken.append(line)
             if len(taken) == len(STEPS):
                 return taken
-        if step or (step := re.search(MOVED % value, line)):  # ptxas may move it to another register in between
+        if step or (step := re.search(MOVED % value, line)):  # ptxas may move the word to another register in between
             value = step[1]
     return taken
 
