@@ -26,7 +26,7 @@ from lowbit.formats.conv import ACTIVATIONS, ConvLayer
 from lowbit.pack.stem import PIXEL_BYTES
 from lowbit.vision.bits import assign_bits, calibrate
 from lowbit.vision.device import DeviceProgram
-from lowbit.vision.fusion import KERNEL_FUSIONS
+from lowbit.vision.fusion import KERNEL_FUSIONS, UNMEASURED_FUSIONS
 from lowbit.vision.graph import Graph
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.memory import stems
@@ -35,6 +35,7 @@ from lowbit.vision.program import (
     AverageCodes,
     Convolve,
     FusedBottleneck,
+    FusedPair,
     Operation,
     PoolAverage,
     PoolMax,
@@ -47,7 +48,7 @@ from lowbit.vision.trace import FUSIONS as GRAPH_FUSIONS
 from lowbit.vision.trace import fuse, unfused
 
 FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
-"""Fusions with rows in result files."""
+"""Fusions with rows in result files; "pairs" and "whole" are not measured yet."""
 
 SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
 """Scheme by storage of activations. Weights keep 8 bits: 4-bit weights would not be faster, as weights are 0.1 % of the bytes
@@ -66,9 +67,10 @@ def traced(device: str) -> tuple[Graph, Tensor]:
 
 def up_to(fusion: str) -> tuple[str, ...]:
     """Returns the fusions of the row of this name. Raises ValueError for an unknown name."""
-    if fusion not in FUSIONS:
-        raise ValueError(f"fusions are {', '.join(FUSIONS)}, got {fusion!r}")
-    return FUSIONS[1 : FUSIONS.index(fusion) + 1]
+    known = (*FUSIONS, *UNMEASURED_FUSIONS)
+    if fusion not in known:
+        raise ValueError(f"fusions are {', '.join(known)}, got {fusion!r}")
+    return known[1 : known.index(fusion) + 1]
 
 
 @functools.cache
@@ -135,6 +137,9 @@ def labels(program: Program) -> dict[str, str]:
             case FusedBottleneck():
                 found[op.also] = op.third.layer.name
                 found[op.y] = f"{op.second.layer.name} to {op.following.layer.name}"
+            case FusedPair():
+                found[op.also] = op.third.layer.name
+                found[op.y] = f"{op.third.layer.name} and {op.following.layer.name}"
             case SumCodes():
                 found[op.y] = f"{found[op.x]} {'ReLU' if op.other is None else 'sum'}"
             case PoolMax():
@@ -151,8 +156,10 @@ def labels(program: Program) -> dict[str, str]:
 def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, float]:
     """Returns the bytes of inputs, weights and output, and the operations, of one operation for a batch."""
     moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *outputs_of(operation)))
-    if isinstance(operation, FusedBottleneck):
-        parts = [(conv, work_of(conv, program, batch)) for conv in (operation.second, operation.third, operation.following)]
+    if isinstance(operation, (FusedBottleneck, FusedPair)):
+        convs = [operation.third, operation.following]
+        convs += [operation.second] if isinstance(operation, FusedBottleneck) else []
+        parts = [(conv, work_of(conv, program, batch)) for conv in convs]
         return moved + sum(_weights_of(conv) for conv, _ in parts), sum(work for _, (_, work) in parts)
     if not isinstance(operation, Convolve):
         return moved, 0.0

@@ -427,6 +427,13 @@ def newest_convolutions(found: Document) -> Iterator[str]:
     yield "at batch 2048 {:,.0f} and {:,.0f} images/s".format(*large)
 
 
+@claims("docs/vision.md", "h200/2026-11-28-conv-efficientnet-lite0.json")
+def a_depthwise_network(found: Document) -> Iterator[str]:
+    ms = {row["storage"]: row["ms"] for row in found["rows"]}
+    yield f"take {ms['w8a8']:.2f} ms in `w8a8`, {ms['w8a4']:.2f} in `w8a4` and {ms['w4a8']:.2f} in `w4a8`"
+    yield f"and {ms['fp16']:.2f} in fp16 by cuDNN"
+
+
 OLD_CONV = "h200/2026-11-21-conv.json"
 
 

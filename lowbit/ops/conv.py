@@ -18,8 +18,8 @@ from lowbit.kernels.choose.conv import ConvCandidate, Size, choose_conv, feature
 from lowbit.kernels.choose.depthwise import depthwise_tile
 from lowbit.kernels.reference.conv import average_pool_reference, conv_reference, max_pool_reference, quantize_reference
 from lowbit.ops.register import on_device_of_first
-from lowbit.pack.conv_deep_block import ThirdStages
 from lowbit.pack.conv_layout import PackedConv
+from lowbit.pack.conv_pair import ThirdStages
 from lowbit.pack.grouped import GroupedBlocks
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
@@ -288,9 +288,9 @@ def launcher(
 
         return PreparedGrouped(spec, packed, choice.layout)
     if isinstance(choice.layout, ThirdStages):
-        from lowbit.kernels.sm90.conv_deep_block import PreparedThird
+        from lowbit.kernels.sm90.conv_pair import PreparedThird
 
-        return PreparedThird(spec, packed, choice.layout.block, machine.sm_count)
+        return PreparedThird(spec, packed, choice.layout.pair, machine.sm_count)
     if choice.tile is None:
         raise ValueError(f"{choice.kernel} takes a tile")
     if choice.kernel == "sm90/conv_strip":

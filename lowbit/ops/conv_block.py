@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.formats.conv import ConvLayer
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.conv import DEEP_BLOCK_WIDTH, MOST_WIDTH, Size, bottleneck_refusals, deep_block_layout
+from lowbit.kernels.choose.conv import MOST_WIDTH, WHOLE_WIDTH, Size, block_refusals, pair_layout, whole_refusals
 from lowbit.kernels.reference.conv import conv_reference
 from lowbit.ops.conv import ALIGNED_BYTES, device_for
 from lowbit.ops.register import on_device_of_first
@@ -24,7 +24,7 @@ from lowbit.pack.nhwc64 import Nhwc64
 
 if TYPE_CHECKING:
     from lowbit.kernels.sm90.conv_block import PreparedBlock
-    from lowbit.kernels.sm90.conv_deep_block import PreparedDeepBlock
+    from lowbit.kernels.sm90.conv_pair import PreparedPair
 
 
 class ConvBlock:
@@ -33,7 +33,7 @@ class ConvBlock:
     def __init__(self, second: ConvLayer, third: ConvLayer, following: ConvLayer, device: torch.device) -> None:
         self.second, self.third, self.following, self.device = second, third, following, device
         self.expanded, self.outputs = third.weight.shape[0], following.weight.shape[0]
-        self.most_width = MOST_WIDTH if second.channels == CHANNELS else DEEP_BLOCK_WIDTH
+        self.most_width = MOST_WIDTH if second.channels == CHANNELS else WHOLE_WIDTH
         self._kernel = None
         if device.type == "cuda":
             self._kernel = on_device_of_first(block_launcher(second, third, following, machine_of(device)))
@@ -98,7 +98,8 @@ def prepare_block(
     if wanted.type not in ("cpu", "cuda"):
         raise ValueError(f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {wanted.type}")
     machine = machine_of(wanted) if wanted.type == "cuda" else None
-    reasons = bottleneck_refusals(second.spec, third.spec, following.spec, size, machine)
+    refusals = block_refusals if second.channels == CHANNELS else whole_refusals
+    reasons = refusals(second.spec, third.spec, following.spec, size, machine)
     if reasons:
         raise ValueError(f"{second.name or 'the block'} cannot run whole on {wanted}: {'; '.join(reasons)}")
     return ConvBlock(second.to(wanted), third.to(wanted), following.to(wanted), wanted)
@@ -106,14 +107,14 @@ def prepare_block(
 
 def block_launcher(
     second: ConvLayer, third: ConvLayer, following: ConvLayer, machine: Machine
-) -> PreparedBlock | PreparedDeepBlock:  # fmt: skip
+) -> PreparedBlock | PreparedPair:  # fmt: skip
     """Returns the layers packed for the sm_90 kernel that runs all three."""
     from lowbit.kernels.sm90.conv_block import PreparedBlock
-    from lowbit.kernels.sm90.conv_deep_block import PreparedDeepBlock
+    from lowbit.kernels.sm90.conv_pair import PreparedPair
 
     if second.channels != CHANNELS:
-        whole = deep_block_layout(third.spec, following.spec)
-        return PreparedDeepBlock(whole, whole.pack_layers(second, third, following), third.g, machine.sm_count)
+        whole = pair_layout(third.spec, following.spec, True)
+        return PreparedPair(third.spec, whole, whole.pack_layers(third, following, second), third.g, machine.sm_count)
     layout = BlockLayout(second.x, following.weight.shape[0], third.second is not None)
     packed = layout.pack_layers(second, third, following)
     return PreparedBlock(third.spec, following.spec, packed, third.g, machine.sm_count)

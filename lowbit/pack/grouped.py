@@ -51,7 +51,7 @@ class GroupedBlocks(ConvLayout):
         return max(spans)
 
     def first_block(self, output: int) -> int:
-        """Returns the first block of 64 channels that the 64 outputs from `output` on read."""
+        """Returns the first block of 64 input channels that is read by the outputs `output` to `output + 63`."""
         return output // self.outputs_of_group * self.inputs_of_group // CHANNEL_BLOCK
 
     def refusals(self, shape: Shape) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from lowbit.ops.conv import (
     prepare_stem,
 )
 from lowbit.ops.conv_block import prepare_block
+from lowbit.ops.conv_pair import prepare_pair
 from lowbit.ops.relayout import pack_values, unpack_values
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
@@ -43,6 +44,7 @@ from lowbit.vision.program import (
     Convolve,
     Dequantize,
     FusedBottleneck,
+    FusedPair,
     GateCodes,
     MapCodes,
     Operation,
@@ -209,6 +211,8 @@ class DeviceProgram:
                 return self._convolution(operation, stems.get(operation.x))
             case FusedBottleneck():
                 return self._block(operation)
+            case FusedPair():
+                return self._pair(operation)
             case SumCodes(y, x, layer, other):
                 known = self.program.values[y]
                 layout = Nhwc64(known.storage)
@@ -294,6 +298,14 @@ class DeviceProgram:
         y = self.values[operation.also] = self._allocated(operation.also, shapes[0], torch.uint8)
         z = self.values[operation.y] = self._allocated(operation.y, shapes[1], torch.uint8)
         return lambda: block(x, added, (y, z))
+
+    def _pair(self, operation: FusedPair) -> Callable[[], object]:
+        x, added = self.values[operation.third.x], self.values[operation.added]
+        pair = prepare_pair(operation.third.layer, operation.following.layer, self._size(operation.third.x), self.device)
+        shapes = pair.output_shapes(tuple(x.shape))
+        y = self.values[operation.also] = self._allocated(operation.also, shapes[0], torch.uint8)
+        z = self.values[operation.y] = self._allocated(operation.y, shapes[1], torch.uint8)
+        return lambda: pair(x, added, (y, z))
 
     def _computation(self, operation: Operation) -> Callable[[], None]:
         assert isinstance(operation, Compute)

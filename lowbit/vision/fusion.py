@@ -5,17 +5,18 @@ The codes stay the same, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.conv import bottleneck_refusals
+from lowbit.kernels.choose.conv import block_refusals, pair_refusals, whole_refusals
 from lowbit.ops.conv import STEM_POOL, stem_pool_refusals
 from lowbit.vision.memory import stems
 from lowbit.vision.program import (
     AverageCodes,
     Convolve,
     FusedBottleneck,
+    FusedPair,
     Operation,
     PoolAverage,
     PoolMax,
@@ -24,22 +25,31 @@ from lowbit.vision.program import (
 )
 
 KERNEL_FUSIONS = ("stem", "blocks")
-""""stem": a stem and its max-pool. "blocks": the second and third convolution of a bottleneck of 64, 128 or 256 channels and
-the first one of the next."""
+""""stem": a stem and its max-pool. "blocks": the second and third convolution of a 64-channel bottleneck and the first one
+of the next."""
+
+UNMEASURED_FUSIONS = ("pairs", "whole")
+"""Fusions that are made only where they are asked for. "pairs": the third convolution of a bottleneck and the first one of the
+next. "whole": as "blocks", with 128 or 256 channels; pairs are what is left."""
 
 
 def fused(
     program: Program, batch: int, machine: Machine | None, fusions: Collection[str] = KERNEL_FUSIONS
 ) -> Program:  # fmt: skip
     """Returns the program with the fusions that kernels of `machine` support (None: a CPU). Raises ValueError for a name
-    that is not in `KERNEL_FUSIONS`."""
-    unknown = sorted(set(fusions) - set(KERNEL_FUSIONS))
+    that is not in `KERNEL_FUSIONS` or `UNMEASURED_FUSIONS`."""
+    known = (*KERNEL_FUSIONS, *UNMEASURED_FUSIONS)
+    unknown = sorted(set(fusions) - set(known))
     if unknown:
-        raise ValueError(f"fusions of kernels are {', '.join(KERNEL_FUSIONS)}, got {unknown[0]!r}")
+        raise ValueError(f"fusions of kernels are {', '.join(known)}, got {unknown[0]!r}")
     program = with_codes_of_means(program)
     if "stem" in fusions:
         program = with_pooled_stems(program, machine)
-    return with_blocks(program, batch, machine) if "blocks" in fusions else program
+    if "blocks" in fusions:
+        program = with_blocks(program, batch, machine, block_refusals)
+    if "whole" in fusions:
+        program = with_blocks(program, batch, machine, whole_refusals)
+    return with_pairs(program, batch, machine) if "pairs" in fusions else program
 
 
 def with_codes_of_means(program: Program) -> Program:
@@ -55,8 +65,11 @@ def with_codes_of_means(program: Program) -> Program:
     return replace(program, operations=tuple(operations.values()))
 
 
-def with_blocks(program: Program, batch: int, machine: Machine | None) -> Program:
-    """Returns the program with three convolutions merged into a `FusedBottleneck` wherever a kernel supports them.
+def with_blocks(
+    program: Program, batch: int, machine: Machine | None, refusals: Callable[..., tuple[str, ...]]
+) -> Program:  # fmt: skip
+    """Returns the program with three convolutions merged into a `FusedBottleneck` wherever a kernel supports them: where
+    `refusals` of their specs, the size and the machine is empty.
 
     Only the third convolution may read the second's output. Other operations may read the third's output too.
     """
@@ -73,9 +86,27 @@ def with_blocks(program: Program, batch: int, machine: Machine | None) -> Progra
         for op in program.operations:
             if not isinstance(op, Convolve) or op.y not in operations or op.inputs != (third.y,):
                 continue
-            if not bottleneck_refusals(second.layer.spec, third.layer.spec, op.layer.spec, size, machine):
+            if not refusals(second.layer.spec, third.layer.spec, op.layer.spec, size, machine):
                 operations[third.y] = FusedBottleneck(second, third, op)
                 del operations[second.y], operations[op.y]
+                break
+    return replace(program, operations=tuple(operations.values()))
+
+
+def with_pairs(program: Program, batch: int, machine: Machine | None) -> Program:
+    """Returns the program with a convolution that adds something and one that reads its output merged into a `FusedPair`
+    wherever a kernel supports them. Other operations may read the output of the first one too."""
+    operations = {operation.y: operation for operation in program.operations}
+    for third in program.operations:
+        if not isinstance(third, Convolve) or (third.residual is None) == (third.second is None):
+            continue
+        shape = program.values[third.y].shape
+        for op in program.operations:
+            if not isinstance(op, Convolve) or op.y not in operations or op.inputs != (third.y,) or len(shape) != 3:
+                continue
+            if not pair_refusals(third.layer.spec, op.layer.spec, (batch, shape[1], shape[2]), machine):
+                operations[third.y] = FusedPair(third, op)
+                del operations[op.y]
                 break
     return replace(program, operations=tuple(operations.values()))
 

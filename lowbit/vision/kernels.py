@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
-from lowbit.kernels.choose.conv import ConvCandidate, block_tile, conv_candidates, deep_block_layout, deep_block_tile
+from lowbit.kernels.choose.conv import ConvCandidate, block_tile, conv_candidates, pair_layout, pair_tile
 from lowbit.pack.conv_block import CHANNELS
 from lowbit.pack.stem import StemImages
 from lowbit.vision.fusion import fused
@@ -23,6 +23,7 @@ from lowbit.vision.program import (
     Convolve,
     Dequantize,
     FusedBottleneck,
+    FusedPair,
     GateCodes,
     MapCodes,
     Operation,
@@ -114,10 +115,15 @@ def _other(op: Operation, program: Program, machine: Machine | None) -> KernelRo
             _, _, width = program.values[op.second.x].shape
             names = " + ".join(layer.name or layer.y for layer in layers)
             if layers[0].channels != CHANNELS:
-                line = deep_block_tile(deep_block_layout(layers[1].spec, layers[2].spec), width).line
-                return KernelRow(names, "sm90/conv_deep_block", line, "three layers, a thread reads again what it has written")
+                line = pair_tile(pair_layout(layers[1].spec, layers[2].spec, True), width).line
+                return KernelRow(names, "sm90/conv_pair", line, "three layers, a thread reads again what it has written")
             tile = block_tile(layers[1].x, width, layers[2].spec.outputs, layers[1].second is not None)
             return KernelRow(names, "sm90/conv_block", tile.line, "three layers, codes stay in registers between them")
+        case FusedPair():
+            third, last = op.third.layer, op.following.layer
+            names = " + ".join(layer.name or layer.y for layer in (third, last))
+            line = pair_tile(pair_layout(third.spec, last.spec)).line
+            return KernelRow(names, "sm90/conv_pair", line, "two layers, a thread reads again what it has written")
         case Compute():
             return KernelRow(name, "torch", "", op.node.reason or "it only rearranges")
     if machine is None:

@@ -71,11 +71,9 @@ class Convolve:
         return replace(self, layer=self.layer.to(device))
 
 
-@dataclass(frozen=True, eq=False)
-class FusedBottleneck:
-    """Three `Convolve` in one kernel (ops/conv_block.py)."""
+class _ThirdAndFollowing:
+    """What kernels have in common that compute the third convolution of a bottleneck and the one that follows it."""
 
-    second: Convolve
     third: Convolve
     following: Convolve
 
@@ -94,10 +92,32 @@ class FusedBottleneck:
         """Name of the residual, or of the input of the shortcut."""
         return self.third.residual or self.third.second or ""
 
+
+@dataclass(frozen=True, eq=False)
+class FusedBottleneck(_ThirdAndFollowing):
+    """Three `Convolve` in one kernel (ops/conv_block.py)."""
+
+    second: Convolve
+    third: Convolve
+    following: Convolve
+
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values read."""
         return self.second.x, self.added
+
+
+@dataclass(frozen=True, eq=False)
+class FusedPair(_ThirdAndFollowing):
+    """Two `Convolve` in one kernel (ops/conv_pair.py)."""
+
+    third: Convolve
+    following: Convolve
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values read."""
+        return self.third.x, self.added
 
 
 @dataclass(frozen=True)
@@ -217,14 +237,14 @@ class Compute:
 
 
 Operation = (
-    Quantize | Convolve | FusedBottleneck | SumCodes | MapCodes | GateCodes | ResizeCodes | ConcatCodes | PoolMax
+    Quantize | Convolve | FusedBottleneck | FusedPair | SumCodes | MapCodes | GateCodes | ResizeCodes | ConcatCodes | PoolMax
     | PoolAverage | AverageCodes | Dequantize | Compute
 )  # fmt: skip
 
 
 def outputs_of(operation: Operation) -> tuple[str, ...]:
     """Returns the names of the values that an operation computes."""
-    return (operation.also, operation.y) if isinstance(operation, FusedBottleneck) else (operation.y,)
+    return (operation.also, operation.y) if isinstance(operation, (FusedBottleneck, FusedPair)) else (operation.y,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +296,7 @@ class Program:
                 second = None if operation.second is None else values[operation.second]
                 y = conv_reference(values[operation.x], operation.layer, residual, second)
                 return max_pool_reference(y, *STEM_POOL) if operation.pooled else y
-            case FusedBottleneck() | AverageCodes():
+            case FusedBottleneck() | FusedPair() | AverageCodes():
                 raise ValueError(f"{operation.y} is made by DeviceProgram; a program has the parts of what makes it")
             case SumCodes():
                 other = None if operation.other is None else values[operation.other]
@@ -336,6 +356,8 @@ class Program:
                 op = op.to(device)
             elif isinstance(op, FusedBottleneck):
                 op = FusedBottleneck(op.second.to(device), op.third.to(device), op.following.to(device))
+            elif isinstance(op, FusedPair):
+                op = FusedPair(op.third.to(device), op.following.to(device))
             elif isinstance(op, MapCodes):
                 op = replace(op, table=op.table.to(device))
             elif isinstance(op, Compute):

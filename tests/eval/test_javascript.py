@@ -62,8 +62,8 @@ def test_problems_are_whole():
 
 
 def test_problems_of_all_lengths():
-    """Solution lengths resemble HumanEval's: one or two lines for the easiest tenth, at least ten for a quarter, at most
-    thirty.
+    """Solution lengths resemble HumanEval's: one or two lines for the shortest tenth, five to nine at the median, at
+    least ten for a quarter, at most thirty.
     """
     lines = sorted(record["canonical_solution"].count("\n") - 1 for record in RECORDS)
     assert lines[0] == 1 and lines[len(lines) // 10] <= 2 and 5 <= lines[len(lines) // 2] <= 9

@@ -16,7 +16,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit import kernels
 from lowbit.kernels.choose.attention import AttentionShape, DecodeTile
-from lowbit.kernels.choose.conv import block_tile, deep_block_tile
+from lowbit.kernels.choose.conv import block_tile, pair_tile
 from lowbit.kernels.choose.decode_step import StepShape, StepTable, UnitForm
 from lowbit.kernels.elementwise.append import Append
 from lowbit.kernels.elementwise.gather_kv import GatherKv
@@ -41,7 +41,7 @@ from lowbit.kernels.sm80.scaled_gemm import PlainGemm
 from lowbit.kernels.sm80.small_m_gemm import RingGemm
 from lowbit.kernels.sm90.conv_block import BlockConv
 from lowbit.kernels.sm90.conv_deep import DeepConv
-from lowbit.kernels.sm90.conv_deep_block import DeepBlockConv
+from lowbit.kernels.sm90.conv_pair import PairConv
 from lowbit.kernels.sm90.conv_strip import StripConv
 from lowbit.kernels.sm90.decode_step import DecodeStep, ProductForm
 from lowbit.kernels.sm90.expert_large_m_gemm import ExpertWgmmaGemm
@@ -49,7 +49,7 @@ from lowbit.kernels.sm90.large_m_gemm import WgmmaGemm
 from lowbit.kernels.sm90.scaled_gemm import ScaledGemm
 from lowbit.kernels.sm90.stem_pool import StemPool
 from lowbit.kernels.sm90.sub_byte_scaled_gemm import NarrowGemm
-from lowbit.pack.conv_deep_block import DeepBlockLayout
+from lowbit.pack.conv_pair import PairLayout
 
 HALF = torch.float16
 HEADS = AttentionShape(32, 8, 128, 0.1, 128)
@@ -58,7 +58,7 @@ CONFIGS = [
     StripConv("u4", "s8", None, True, 2, 64, 32, 9, rows=256),
     DeepConv("u4", "s8", None, True, 2, 128, 64, 4),
     BlockConv(**vars(block_tile("u4", 56, 64, False))),
-    DeepBlockConv(**vars(deep_block_tile(DeepBlockLayout("u4", 512, 2048, 0), 0, 4))),
+    PairConv(**vars(pair_tile(PairLayout("u4", 512, 2048, 0), 0, 4))),
     StemPool("u4", True, 4, False, False),
     MmaConv(MmaProduct("u4", 4), None, "s8", None, True),
     WgmmaGemm(Dequantizer("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, 1, 1, 8, Epilogue(False, False), True),

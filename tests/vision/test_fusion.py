@@ -10,8 +10,8 @@ from torch import nn
 
 from lowbit import vision
 from lowbit.vision.device import DeviceProgram
-from lowbit.vision.fusion import fused, with_pooled_stems
-from lowbit.vision.program import AverageCodes, Convolve, FusedBottleneck, Value, outputs_of
+from lowbit.vision.fusion import KERNEL_FUSIONS, UNMEASURED_FUSIONS, fused, with_pooled_stems
+from lowbit.vision.program import AverageCodes, Convolve, FusedBottleneck, FusedPair, Value, outputs_of
 from tests.vision.nets import resnet
 
 
@@ -38,7 +38,7 @@ def test_blocks_of_64_channels_are_found(bottlenecks):
     assert not {blocks[0].second.y, blocks[1].second.y} & set(made)
     apart = fused(bottlenecks, 3, None, ("stem",))
     assert not any(isinstance(op, FusedBottleneck) for op in apart.operations)
-    with pytest.raises(ValueError, match="stem, blocks, got 'pool'"):
+    with pytest.raises(ValueError, match="stem, blocks, pairs, whole, got 'pool'"):
         fused(bottlenecks, 3, None, ("pool",))
 
 
@@ -100,14 +100,21 @@ def test_means_are_made_as_codes_where_nothing_else_reads_them():
         assert len(found) == (not twice)
 
 
-def test_whole_blocks_of_128_channels():
-    """The second and third block of 128 channels keep their size, so each is one kernel; the first one's window has stride 2.
+def test_whole_blocks_and_pairs_of_128_channels():
+    """The second block keeps its size, so it is whole; of the first one, whose 3 x 3 window has stride 2, the rest is a pair.
     The codes of the device's wiring are the reference's."""
     torch.manual_seed(3)
     images = torch.randn(2, 3, 32, 24)
     model = resnet("bottleneck", sizes=(256, 512, 1024), depths=(1, 3, 1), embedding=64)
     program = vision.quantize(model, images, "w8a4").program
-    blocks = [op for op in fused(program, 2, None).operations if isinstance(op, FusedBottleneck)]
-    assert [op.second.layer.channels for op in blocks] == [64, 128, 128] and all(op.third.residual for op in blocks[1:])
-    launched = DeviceProgram(program, 2, torch.device("cpu"))
+    asked = (*KERNEL_FUSIONS, *UNMEASURED_FUSIONS)
+    found = fused(program, 2, None, asked).operations
+    parts = [type(op).__name__ for op in found if isinstance(op, (FusedBottleneck, FusedPair))]
+    assert parts == ["FusedBottleneck", "FusedPair", "FusedBottleneck", "FusedBottleneck"]
+    (pair,) = [op for op in found if isinstance(op, FusedPair)]
+    assert pair.added == pair.third.second and pair.third.layer.channels == 128
+    pairs = [op for op in fused(program, 2, None, (*KERNEL_FUSIONS, "pairs")).operations if isinstance(op, FusedPair)]
+    assert len(pairs) == 3 and [op.third.residual is None for op in pairs] == [True, False, False]
+    launched = DeviceProgram(program, 2, torch.device("cpu"), asked)
     assert torch.equal(launched.run(images), program.run(images))
+    assert not any(isinstance(op, FusedPair) for op in fused(program, 2, None).operations), "until they are measured"

@@ -15,9 +15,9 @@ from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.depthwise import depthwise_refusals, depthwise_tile
 from lowbit.pack.conv_block import CHANNELS, CHUNK, EXPANDED
-from lowbit.pack.conv_deep_block import STAGE_BYTES, STEP, DeepBlockLayout, ThirdStages
 from lowbit.pack.conv_fragment import MmaFragments, fragment_bits
 from lowbit.pack.conv_layout import ConvLayout
+from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout, ThirdStages
 from lowbit.pack.conv_weight import WgmmaTiles, planes
 from lowbit.pack.depthwise import DepthwiseTaps
 from lowbit.pack.grouped import GroupedBlocks
@@ -65,20 +65,21 @@ MOST_X_STAGES = 8
 WARPGROUPS = 4
 """Warpgroups on an SM in the block kernel, limited by registers; in two thread blocks where they fit, else in one."""
 
-DEEP_BLOCK_CHANNELS = (128, 256)
-"""Numbers of channels of the 3 x 3 convolution that sm90/conv_deep_block.py supports."""
+PAIR_CHANNELS = (128, 256)
+"""Numbers of input channels that the pair kernel supports for its first convolution. With 512 its x does not fit in
+registers."""
 
-THIRD_CHANNELS = 512
-"""Number of input channels that it supports for a 1 x 1 convolution alone."""
+PAIR_ENTRIES = (256, 512)
+"""Numbers of channels of a shortcut's input that the pair kernel supports."""
 
-DEEP_BLOCK_LEAST_STAGES = 4
-"""Its smallest number of stages of weights: those that are read, and two that are loaded meanwhile."""
+PAIR_LEAST_STAGES = 4
+"""Smallest number of stages of weights of the pair kernel: those that are read, and two that are loaded meanwhile."""
 
-DEEP_BLOCK_WIDTH = (MOST_ROWS - 192) // 2 - 1
-"""Largest width of its images: the strip under the windows of 192 pixels is one copy."""
+WHOLE_WIDTH = (MOST_ROWS - 192) // 2 - 1
+"""Largest image width of the pair kernel with a 3 x 3 convolution: the strip under the windows of 192 pixels is one copy."""
 
-DEEP_BLOCK_STAGES = 12
-"""Limit of its stages of weights."""
+PAIR_STAGES = 12
+"""Limit of stages of weights of the pair kernel."""
 
 Size = tuple[int, int, int]
 
@@ -154,8 +155,8 @@ def conv_candidates(
     elif images is not None:
         rows = _stem_candidates(spec, pixels, machine, images)
     else:
-        rows = [_third_candidate(spec, pixels, machine), _strip_candidate(spec, size, pixels, machine)]
-        rows += [*_deep_candidates(spec, pixels, machine), _window_candidate(spec, pixels, machine)]
+        rows = [_strip_candidate(spec, size, pixels, machine), *_deep_candidates(spec, pixels, machine)]
+        rows += [_window_candidate(spec, pixels, machine), _third_candidate(spec, pixels, machine)]
     if pooled:
         rows = [row if row.kernel == "sm90/stem_pool" else _refused(row, "it has no max-pool inside") for row in rows]
     else:
@@ -309,18 +310,17 @@ def _window_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> ConvCand
 
 
 def _third_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> ConvCandidate:
-    """The candidate of sm90/conv_deep_block.py, for a 1 x 1 convolution of 512 channels with a residual: 14.1 us instead of
-    16.5 in INT4, 16.5 instead of 18.0 in INT8 (H200, 2026-11-28, ResNet-50, batch 128)."""
+    """The candidate of sm90/conv_pair.py, for a 1 x 1 convolution of many channels with a residual."""
     reasons = []
     if spec.kernel != (1, 1) or spec.stride != (1, 1) or spec.padding != (0, 0) or not spec.relu or spec.residual is None:
         reasons.append("no 1 x 1 convolution of stride 1 with a residual and a ReLU")
-    if spec.channels != THIRD_CHANNELS or spec.outputs % 256 or len({spec.x, spec.y, spec.residual}) > 1:
+    if spec.channels not in (*PAIR_CHANNELS, 512) or spec.outputs % 256 or len({spec.x, spec.y, spec.residual}) > 1:
         reasons.append(f"{spec.channels} channels and {spec.outputs} outputs, or several storages")
-    tiles = -(-pixels // (64 * DeepBlockTile.multipliers))
+    tiles = -(-pixels // (64 * PairTile.multipliers))
     if 4 * tiles * 8 < 3 * machine.sm_count:
         reasons.append(f"{tiles} tiles are few")
-    layout = None if reasons else ThirdStages(DeepBlockLayout(spec.x, spec.channels, spec.outputs, 0))
-    return ConvCandidate("sm90/conv_deep_block", None, layout, tuple(reasons), 0.0, "x stays in registers: measured first")
+    layout = None if reasons else ThirdStages(PairLayout(spec.x, spec.channels, spec.outputs, 0))
+    return ConvCandidate("sm90/conv_pair", None, layout, tuple(reasons), 0.0, "x stays in registers, a thread loads its own")
 
 
 def window_tile(spec: ConvSpec, pixels: int) -> ConvTile:
@@ -521,32 +521,23 @@ def block_refusals(
     return tuple(reasons)
 
 
-def bottleneck_refusals(
-    second: ConvSpec, third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None
-) -> tuple[str, ...]:
-    """`block_refusals` of 64 channels, `deep_block_refusals` of more."""
-    refusals = block_refusals if second.channels == CHANNELS else deep_block_refusals
-    return refusals(second, third, following, size, machine)
-
-
 @dataclass(frozen=True)
-class DeepBlockTile:
-    """A tile of sm90/conv_deep_block.py and its shared memory.
+class PairTile:
+    """A tile of sm90/conv_pair.py and its shared memory.
 
-    All activations have the same storage. x has `channels` channels, y `expanded`, z `following`. x is the output of the 3 x 3
-    convolution, and a strip of its input has `rows` rows. For one convolution alone `rows` and `following` are 0. There are
-    `stages` stages of weights, which the `cluster` blocks of a cluster read together. A job is one of `parts` parts of y's
-    channels.
+    All activations have the same storage. x has `channels` channels, y `expanded`, z `following`; the shortcut's input has
+    `entry` channels, 0 without a shortcut. With a 3 x 3 convolution before, x is its output, and a strip of its input has
+    `rows` rows, else 0. There are `stages` stages of weights. A job is one of `parts` parts of y's channels.
     """
 
     storage: str
     channels: int
     expanded: int
     following: int
+    entry: int
     rows: int
     stages: int
     parts: int
-    cluster: int
     multipliers = 3
     """Number of math warpgroups, of 64 pixels each."""
 
@@ -559,8 +550,8 @@ class DeepBlockTile:
         return CODES[self.storage].bits
 
     @property
-    def layout(self) -> DeepBlockLayout:
-        return DeepBlockLayout(self.storage, self.channels, self.expanded, self.following)
+    def layout(self) -> PairLayout:
+        return PairLayout(self.storage, self.channels, self.expanded, self.following, self.entry, self.rows > 0)
 
     @property
     def weight_stages(self) -> int:
@@ -601,6 +592,10 @@ class DeepBlockTile:
         return self.channels * self.bits // 8 // 64
 
     @property
+    def entry_vectors(self) -> int:
+        return self.entry * self.bits // 8 // 64
+
+    @property
     def private_vector(self) -> int:
         """Distance in bytes of consecutive vectors of a thread in its own shared memory: all threads have 16 bytes of each."""
         return 16 * 128 * self.multipliers
@@ -613,11 +608,10 @@ class DeepBlockTile:
     @property
     def x_vector(self) -> int:
         """Index of the first vector of x in a thread's own memory, after two iterations of residual codes."""
-        return 4 * self.step_vectors
+        return 0 if self.entry else 4 * self.step_vectors
 
     @property
-    def private_vectors(self) -> int:
-        """Number of vectors of a thread. x of a 3 x 3 convolution stays in registers."""
+    def entry_vector(self) -> int:
         return self.x_vector + (0 if self.rows else 2 * self.x_vectors)
 
     @property
@@ -644,7 +638,7 @@ class DeepBlockTile:
 
     @property
     def barriers_start(self) -> int:
-        return self.private_start + self.private_vectors * self.private_vector
+        return self.private_start + (self.entry_vector + 2 * self.entry_vectors) * self.private_vector
 
     @property
     def shared_units(self) -> int:
@@ -657,15 +651,13 @@ class DeepBlockTile:
         return f"{self.pixels} pixels, {self.chunk} outputs at a time, {self.stages} stages"
 
 
-def deep_block_tile(layout: DeepBlockLayout, width: int = 0, parts: int = 1) -> DeepBlockTile:
-    """The tile of three convolutions on images of this width, or of one alone in `parts` jobs, with as many stages of weights
-    as fit. Blocks with all outputs read the same weights, so two of them share what comes from L2."""
-    row_bytes = STEP * CODES[layout.storage].bits // 8
-    rows = strip_rows(64 * DeepBlockTile.multipliers, width, 3, row_bytes) if layout.following else 0
-    cluster = 2 if layout.following else 1
+def pair_tile(layout: PairLayout, width: int = 0, parts: int = 1) -> PairTile:
+    """The tile of two convolutions, with as many stages of weights as fit. `width`: that of the images, which matters if a
+    3 x 3 convolution is before them. `parts`: jobs of a tile."""
+    rows = strip_rows(64 * PairTile.multipliers, width, 3, STEP * CODES[layout.storage].bits // 8) if layout.window else 0
     tiles = [
-        DeepBlockTile(layout.storage, layout.channels, layout.expanded, layout.following, rows, stages, parts, cluster)
-        for stages in range(DEEP_BLOCK_STAGES, DEEP_BLOCK_LEAST_STAGES - 1, -1)
+        PairTile(layout.storage, layout.channels, layout.expanded, layout.following, layout.entry, rows, stages, parts)
+        for stages in range(PAIR_STAGES, PAIR_LEAST_STAGES - 1, -1)
     ]
     return next(tile for tile in tiles if tile.shared_units <= DEEP_UNITS)
 
@@ -678,46 +670,64 @@ def third_parts(tiles: int, outputs: int, sm_count: int) -> int:
     return min(choices, key=lambda parts: -(-tiles * parts // sm_count) * (steps // parts))
 
 
-def deep_block_layout(third: ConvSpec, following: ConvSpec) -> DeepBlockLayout:
-    """The layout of the weights of three convolutions that `deep_block_refusals` accepts."""
-    return DeepBlockLayout(third.x, third.channels, third.outputs, following.outputs)
+def pair_layout(third: ConvSpec, following: ConvSpec, window: bool = False) -> PairLayout:
+    """The layout of the weights of two convolutions that `pair_refusals` accepts, or three that `whole_refusals` accepts."""
+    entry = 0 if third.second is None else third.second.channels
+    return PairLayout(third.x, third.channels, third.outputs, following.outputs, entry, window)
 
 
-def deep_block_refusals(
-    second: ConvSpec, third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None
-) -> tuple[str, ...]:
-    """Reasons why a 3 x 3 convolution of 128 or 256 channels and the two after it cannot run as one, for inputs of `size`
-    (images, height, width); empty if they can."""
+def pair_refusals(third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None) -> tuple[str, ...]:
+    """Reasons why two layers cannot run as one, for outputs of `size` (images, height, width); empty if they can."""
     reasons = []
     if machine is not None and "wgmma" not in machine.arch.features:
-        reasons.append("the kernel for whole blocks is for sm_90")
+        reasons.append("the kernel for two convolutions is for sm_90")
+    for name, spec in (("first", third), ("second", following)):
+        if spec.kernel != (1, 1) or spec.stride != (1, 1) or spec.padding != (0, 0) or spec.groups > 1:
+            reasons.append(f"the {name} convolution is {spec}, supported: 1 x 1, stride 1, one group")
+        if not spec.relu:
+            reasons.append(f"the {name} convolution has no ReLU")
+    if third.channels not in PAIR_CHANNELS or third.outputs % 256 or following.outputs % 128:
+        reasons.append(
+            f"channels are {third.channels}, {third.outputs} and {following.outputs}, supported: {PAIR_CHANNELS}, multiples of "
+            "256 and of 128"
+        )
+    if following.channels != third.outputs or following.residual is not None or following.second is not None:
+        reasons.append("the second convolution reads what the first one writes, and adds nothing")
+    shortcut = third.second
+    added = third.residual if shortcut is None else shortcut.x
+    storages = {third.x, third.y, following.x, following.y, added}
+    if len(storages) > 1 or third.x not in ACTIVATIONS:
+        reasons.append(f"all activations have one storage of codes, got {', '.join(sorted(map(str, storages)))}")
+    if shortcut is not None:
+        square = shortcut.kernel == (1, 1) and shortcut.padding == (0, 0) and shortcut.stride[0] == shortcut.stride[1]
+        if shortcut.channels not in PAIR_ENTRIES or not square:
+            reasons.append(
+                f"the shortcut is {shortcut.channels} channels, {shortcut.kernel} with stride {shortcut.stride}, supported: "
+                f"{PAIR_ENTRIES} channels, 1 x 1"
+            )
+    tiles = -(-size[0] * size[1] * size[2] // (64 * PairTile.multipliers))
+    if machine is not None and 4 * tiles < 3 * machine.sm_count:
+        reasons.append(f"{tiles} tiles leave more than a quarter of {machine.sm_count} SMs idle")
+    return tuple(reasons)
+
+
+def whole_refusals(
+    second: ConvSpec, third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None
+) -> tuple[str, ...]:
+    """Reasons why a 3 x 3 convolution of 128 or 256 channels cannot run together with the two after it, for inputs of `size`
+    (images, height, width); empty if it can."""
+    reasons = list(pair_refusals(third, following, size, machine))
     channels = {second.channels, second.outputs, third.channels}
     if not second.keeps_size or second.kernel != (3, 3) or second.groups > 1 or len(channels) > 1:
         reasons.append(
-            f"the second convolution is {second}, supported: 3 x 3, as large as its input, {third.channels} channels"
+            f"the convolution before is {second}, supported: 3 x 3, as large as its input, {third.channels} channels"
         )
-    for name, spec in (("third", third), ("next", following)):
-        if spec.kernel != (1, 1) or spec.stride != (1, 1) or spec.padding != (0, 0) or spec.groups > 1:
-            reasons.append(f"the {name} convolution is {spec}, supported: 1 x 1, stride 1, one group")
-    if not (second.relu and third.relu and following.relu):
-        reasons.append("a convolution has no ReLU")
-    if third.channels not in DEEP_BLOCK_CHANNELS or third.outputs % 256 or following.outputs % 128:
-        reasons.append(
-            f"channels are {third.channels}, {third.outputs} and {following.outputs}, supported: {DEEP_BLOCK_CHANNELS}, "
-            "multiples of 256 and of 128"
-        )
-    if following.channels != third.outputs:
-        reasons.append("the next convolution does not read what the third one writes")
-    if any(added is not None for spec in (second, following) for added in (spec.residual, spec.second)):
-        reasons.append("only the third convolution adds something")
+    if not second.relu or second.residual is not None or second.second is not None:
+        reasons.append("the convolution before has no ReLU, or adds something")
+    if {second.x, second.y} != {third.x}:
+        reasons.append(f"all activations have one storage of codes, got {second.x} and {second.y} before {third.x}")
     if third.second is not None:
         reasons.append("the block has a shortcut convolution")
-    storages = {second.x, second.y, third.x, third.y, third.residual, following.x, following.y}
-    if len(storages) > 1 or third.x not in ACTIVATIONS:
-        reasons.append(f"all activations have one storage of codes, got {', '.join(sorted(map(str, storages)))}")
-    if size[2] > DEEP_BLOCK_WIDTH:
-        reasons.append(f"images are {size[2]} pixels wide, supported are up to {DEEP_BLOCK_WIDTH}")
-    tiles = -(-size[0] * size[1] * size[2] // (64 * DeepBlockTile.multipliers))
-    if machine is not None and 4 * tiles < 3 * machine.sm_count:
-        reasons.append(f"{tiles} tiles leave more than a quarter of {machine.sm_count} SMs idle")
+    if size[2] > WHOLE_WIDTH:
+        reasons.append(f"images are {size[2]} pixels wide, supported are up to {WHOLE_WIDTH}")
     return tuple(reasons)

@@ -18,29 +18,23 @@ from lowbit.pack.stem import StemImages
 
 class ConvLauncher:
     """Launcher of a kernel that is compiled once for each image width. Later calls may differ in grid, addresses and
-    numbers. `cluster`: blocks per cluster, see parts/launch.py."""
+    numbers."""
 
-    def __init__(self, function: Any, cluster: int = 1, **options: Any) -> None:
-        self.function, self.cluster, self.options = function, cluster, options
+    def __init__(self, function: Any, **options: Any) -> None:
+        self.function, self.options = function, options
         self.kernels: dict[int, CompiledKernel] = {}
 
     def __call__(self, width: int, grid: tuple[int, int, int], warps: int, *arguments: Any) -> None:
         """Launches the kernel, or records it inside `recording`. `width` is 0 where the configuration, the last argument, does
         not depend on it."""
-        kernel, options = self.kernels.get(width), {"num_warps": warps, **self.options}
-        grid = (grid[0] // self.cluster, grid[1], grid[2])
+        kernel = self.kernels.get(width)
         if is_recording():
             if kernel is None:
-                record_kernel((self, width), self.function, arguments, options)
-        elif kernel is not None:
-            kernel[grid](*arguments)
-        elif self.cluster == 1:
-            self.kernels[width] = self.function[grid](*arguments, **options)
+                record_kernel((self, width), self.function, arguments, {"num_warps": warps, **self.options})
+        elif kernel is None:
+            self.kernels[width] = self.function[grid](*arguments, num_warps=warps, **self.options)
         else:
-            made = self.function.warmup(*arguments, grid=grid, **options)
-            made.packed_metadata = (made.packed_metadata[0], self.cluster, made.packed_metadata[2])
-            self.kernels[width] = made
-            made[grid](*arguments)
+            kernel[grid](*arguments)
 
 
 class PlainLauncher:

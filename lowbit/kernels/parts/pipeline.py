@@ -31,11 +31,6 @@ class StageBarriers:
         return self.start + 16 * self.stages
 
     @property
-    def arrivals(self) -> int:
-        """Number of arrivals after which a stage is empty."""
-        return self.readers
-
-    @property
     def init(self) -> str:
         """PTX that initialises all barriers; $1 is the thread's index among the reading warps. Each warp initialises some of
         them, because one thread alone is slow."""
@@ -44,7 +39,7 @@ class StageBarriers:
             lines += [
                 f"add.u32 number, warp, {first}; setp.lt.u32 p, number, {2 * self.stages}; setp.eq.and.u32 p, lane, 0, p;",
                 f"mov.u32 at, global_smem; mad.lo.u32 at, number, 8, at; setp.lt.u32 q, number, {self.stages};",
-                f"selp.b32 count, 1, {self.arrivals}, q; @p mbarrier.init.shared::cta.b64 [at+{self.start}], count;",
+                f"selp.b32 count, 1, {self.readers}, q; @p mbarrier.init.shared::cta.b64 [at+{self.start}], count;",
             ]
         return "{ .reg .pred q;\n" + "\n".join(lines) + "\nmov.b32 $0, 0; }"
 

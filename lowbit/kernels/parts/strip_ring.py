@@ -154,12 +154,3 @@ class StripPlaces(StripRing):
     @property
     def tap_constraints(self) -> str:
         return ",".join(["=&r"] * self.loaded + ["r"] * 3)
-
-    def read_chunk(self, chunk: int) -> str:
-        """PTX that reads 32 bytes of the row at place $4, from byte 32 * `chunk` on, as one k32 step of operand A."""
-        mask = 16 * (self.row_bytes // 16 - 1)
-        return (
-            f"{{ .reg .b32 at, turn; shr.u32 turn, $4, 3; lop3.b32 at, turn, {mask}, $4, 0x{_TURN:02x};\n"
-            f"xor.b32 at, at, {32 * chunk};\n"
-            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [at]; }"
-        )

@@ -381,7 +381,8 @@ def read_q(at, C: gl.constexpr):
 
 @gluon.jit
 def read_factors(at, C: gl.constexpr):
-    """Returns the factors of scores of heads 2t and 2t + 1."""
+    """Returns the factors of a lane's scores, for its heads 2t and 2t + 1, t = lane % 4. Scores are computed from q divided by
+    its largest element, which is part of the factor."""
     return asm(C.load_pair, "=f,=f,r", [start_of(C.at_factor + at.place * 8, C)], (gl.float32, gl.float32))
 
 

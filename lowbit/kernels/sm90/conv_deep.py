@@ -3,8 +3,7 @@
 Computes the same as sm90/conv.py, for channels and outputs that are multiples of 128. In sm90/conv.py each small block copies
         its weights separately, for which L2 bandwidth is too low to keep the tensor cores busy. Here 16 KB of weights serve 192
         pixels. For same-size convolutions pixels are copied once for all taps (strips), else tap by tap. Layers with few pixels
-        use tiles of 64 pixels, which gain from the deep ring and from unpacking ahead. With two products registers hold the
-        sums of both, so x is read in smaller chunks (`multiply_chunks`)
+        use tiles of 64 pixels, which gain from the deep ring and from unpacking ahead
 Reads   x by TMA in strips (parts/strip_ring.py) or in im2col mode (parts/window_ring.py), as operand A by ldmatrix; w in the
         tiles of pack/conv_weight.py by bulk copies; residual codes from global memory
 Roles   one warp loads; 1 or 3 warpgroups of 64 pixels multiply and store, not synchronised with each other: one requantizes
@@ -23,18 +22,16 @@ from torch import Tensor
 
 from lowbit.formats.conv import CODES, ConvSpec
 from lowbit.kernels.choose.conv import TAIL_UNITS, UNIT, ConvTile, deep_stages, steps_of
-from lowbit.kernels.parts.conv_epilogue import by_columns, codes_at, places_of_constants, store_codes
+from lowbit.kernels.parts.conv_epilogue import as_float, by_columns, codes_at, places_of_constants, store_codes
 from lowbit.kernels.parts.conv_inputs import Product
 from lowbit.kernels.parts.conv_operand import multiply_tap
 from lowbit.kernels.parts.conv_plan import ConvLauncher, TiledConvPlan
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
-from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, part, ptx, run, wait_alone
+from lowbit.kernels.parts.gluon import barrier, fence_async_shared, gl, gluon, part, ptx, run, wait_alone
 from lowbit.kernels.parts.operand import register_fence
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
-from lowbit.kernels.parts.strip_ring import StripPlaces, StripRing
-from lowbit.kernels.parts.thread_codes import codes_of, columns, scaled, table
-from lowbit.kernels.parts.thread_product import ThreadProduct, fence_registers, start, store_words, thread_words, wait
+from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, map_arrived, own_thread, own_warpgroup, registers_of
 from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand, row_map
@@ -89,9 +86,6 @@ class WeightRing:
 
 UNIT_BYTES = gl.constexpr(UNIT)
 
-LOWER = gl.constexpr(0x0F0F0F0F)
-"""Mask of the lower half of each byte."""
-
 FIRST_WEIGHTS = gl.constexpr(2)
 """Number of k blocks whose weights are loaded before the previous kernel has finished."""
 
@@ -102,7 +96,8 @@ class DeepConv(WgmmaConv):
 
     A stage of x has `rows` rows: with `strips` the rows for all taps of a `kernel` x `kernel` window; else the rows for one
     tap, and `kernel` is 1. With `resident` weights are copied once per block; `stages` is then the number of k blocks of a
-    tile. `odd`: the product has an odd number of k blocks.
+    tile. `odd`: the first product has an odd number of k blocks. `ordered`: warpgroups start the products of their tiles one
+    after the other, so that one requantizes while others multiply; their rings must hold all k blocks of a tile.
     """
 
     rows: int = 0
@@ -111,6 +106,7 @@ class DeepConv(WgmmaConv):
     x_stages: int = 2
     residual_stages: int = 0
     odd: bool = False
+    ordered: bool = False
 
     @property
     def multipliers(self) -> int:
@@ -197,11 +193,11 @@ class DeepConv(WgmmaConv):
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
 
     @property
-    def strip(self) -> StripPlaces:
+    def strip(self) -> StripRing:
         """PTX that copies strips (the inputs that neighbouring taps share) to shared memory, and PTX that reads x from a strip
         or, without strips, from the copy of a single tap."""
         zeros = UNIT * self.barrier_unit + 16 * (self.stages + self.x_stages + self.residual_stages)
-        return StripPlaces(
+        return StripRing(
             self.x_barriers, self.w_barriers, zeros, 0, UNIT * self.w_unit, self.rows, self.step_bytes, self.w_bytes,
             CODES[self.x].bits,
         )  # fmt: skip
@@ -236,13 +232,28 @@ class DeepConv(WgmmaConv):
         )
 
     @property
-    def register_fence(self) -> str:
-        return register_fence(self.strip.registers)
+    def take_turn(self) -> str:
+        """PTX that waits until the previous warpgroup has started its products, if $2 is not 0; $1 is the own warpgroup."""
+        return "{ .reg .pred p; .reg .b32 n; setp.ne.s32 p, $2, 0; add.u32 n, $1, 1; @p bar.sync n, 256; mov.b32 $0, 0; }"
 
     @property
-    def chunk_product(self) -> ThreadProduct:
-        """32 bytes of a k block of a layer with two products, of one plane."""
-        return ThreadProduct(self.outputs, self.step_bytes, self.x == "u4", UNIT * self.w_unit)
+    def pass_turn(self) -> str:
+        """PTX that lets the next warpgroup start its products; $1 is the own warpgroup."""
+        last = self.multipliers - 1
+        return (
+            f"{{ .reg .pred p; .reg .b32 n; setp.eq.u32 p, $1, {last}; add.u32 n, $1, 2; selp.b32 n, 1, n, p; "
+            "bar.arrive n, 256; mov.b32 $0, 0; }"
+        )
+
+    @property
+    def first_turn(self) -> str:
+        """PTX that lets the first warpgroup start, in the last one; $1 is the own warpgroup."""
+        last = self.multipliers - 1
+        return f"{{ .reg .pred p; setp.eq.u32 p, $1, {last}; @p bar.arrive 1, 256; mov.b32 $0, 0; }}"
+
+    @property
+    def register_fence(self) -> str:
+        return register_fence(self.strip.registers)
 
     @property
     def operands(self) -> tuple[gl.dtype, ...]:
@@ -332,14 +343,13 @@ def produce(one, two, residual_maps, across, tiles, size, C: gl.constexpr):
 
 
 @gluon.jit
-def begin_step(acc, adds, at, tap, w_ring, place, C: gl.constexpr):
+def begin_step(acc, adds, at, tap, w_ring, place, first, KERNEL: gl.constexpr, C: gl.constexpr):
     """Reads x of a k block, releases its stage and starts its products. Returns the sums, the registers to be fenced, and the
-    next stages."""
+    next stages. `first`: it is the first one of a tile."""
     x_stage, x_phase, w_stage, w_phase = at
     beside, down = tap
     row, column, height, width, own_row, thread = place
     nought = thread * 0
-    KERNEL: gl.constexpr = C.kernel
     HALF: gl.constexpr = KERNEL // 2
     one = w_stage * 0 + 1
     last = one
@@ -363,6 +373,8 @@ def begin_step(acc, adds, at, tap, w_ring, place, C: gl.constexpr):
         dtype=C.operands, is_pure=False, pack=1,
     )  # fmt: skip
     run(C.w_barriers.wait, "=r,r,r,r", [w_stage, w_phase, one])
+    if C.ordered:
+        run(C.take_turn, "=r,r,r", [own_warpgroup(), first.to(gl.int32)])
     acc = multiply_tap(acc, adds, w_ring, w_stage, registers, C)
     run(C.x_barriers.give, "=r,r,r", [nought + x_stage, ((thread & 31) == 0).to(gl.int32) * last])
     x_stage, x_phase = following(x_stage, x_phase, C.x_stages, last)
@@ -384,165 +396,46 @@ def end_step(registers, w_stage, exists, thread, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply_tile(acc, at, w_ring, steps, place, C: gl.constexpr):
-    """Computes the sums of a tile; returns them and the next stages. `place` is this thread's row of a stage.
+def multiply_tile(acc, at, w_ring, steps, place, KERNEL: gl.constexpr, C: gl.constexpr):
+    """Computes the sums of one product of a tile; returns them and the next stages. `place` is this thread's row of a stage.
 
-    A k block is unpacked while the previous one is multiplied. If warpgroups first waited for their products, all would unpack
-    at the same time, and the tensor cores would idle. An iteration has two k blocks, so that consecutive k blocks have separate
-    registers.
+    In a layer with one product, a k block is unpacked while the previous one is multiplied. If warpgroups first waited for
+    their products, all would unpack at the same time, and the tensor cores would idle. An iteration has two k blocks, so that
+    consecutive k blocks have separate registers.
     """
     REGISTERS: gl.constexpr = C.strip.registers
-    FIRST: gl.constexpr = 0 if C.odd else 1
     thread = place[5]
     tap = (steps * 0, steps * 0)
-    before = at[2]
-    odd = ()
-    if C.odd:
-        acc, odd, at, tap = begin_step(acc, steps < 0, at, tap, w_ring, place, C)
-        acc = wait_alone(acc, C.planes)
+    if C.second is not None:
+        for step in range(steps):
+            here = at[2]
+            acc, held, at, tap = begin_step(acc, step > 0, at, tap, w_ring, place, step == 0, KERNEL, C)
+            acc = wait_alone(acc, 0)
+            end_step(held, here, steps > 0, thread, C)
     else:
-        for _register in gl.static_range(REGISTERS):
-            odd = odd + (thread * 0,)
-    for turn in range(steps // 2):
-        here = at[2]
-        acc, even, at, tap = begin_step(acc, turn >= FIRST, at, tap, w_ring, place, C)
-        acc = wait_alone(acc, C.planes)
-        end_step(odd, before, turn >= FIRST, thread, C)
+        FIRST: gl.constexpr = 0 if C.odd else 1
         before = at[2]
-        acc, odd, at, tap = begin_step(acc, steps > 0, at, tap, w_ring, place, C)
-        acc = wait_alone(acc, C.planes)
-        end_step(even, here, steps > 0, thread, C)
-    acc = wait_alone(acc, 0)
-    end_step(odd, before, steps > 0, thread, C)
-    return acc, at
-
-
-@gluon.jit
-def multiply_chunks(at, steps, row, base, thread, C: gl.constexpr):
-    """Computes the sums of one of two products of a tile; returns their registers and the next stages. `row`: the address of
-    this thread's row of the first stage of x.
-
-    The sums of both products leave few registers for operand A, so 32 bytes of K are read while those before are multiplied.
-    """
-    P: gl.constexpr = C.chunk_product
-    SUMS: gl.constexpr = P.sums
-    CHUNKS: gl.constexpr = C.step_bytes // 32
-    PLANES: gl.constexpr = C.planes
-    x_stage, x_phase, w_stage, w_phase = at
-    nought = thread * 0
-    first = ((thread & 31) == 0).to(gl.int32)
-    sums = ()
-    for _sum in gl.static_range(SUMS):
-        sums = sums + (nought,)
-    held = (nought, nought, nought, nought)
-    before = w_stage
-    turn = nought + w_stage
-    for step in range(steps):
-        run(C.x_barriers.wait, "=r,r,r,r", [nought + x_stage, nought + x_phase, nought + 1])
-        where = row + x_stage * C.x_bytes
-        run(C.w_barriers.wait, "=r,r,r,r", [nought + w_stage, nought + w_phase, nought + 1])
-        weights = base + w_stage * (C.w_bytes // 16)
-        words = read_chunk(0, where, C)
-        for chunk in gl.static_range(CHUNKS):
-            own = words
-            for plane in gl.static_range(PLANES):
-                registers = own
-                if PLANES == 2:
-                    registers = codes_of_plane(own, plane)
-                sums = start(sums, registers, weights + (plane * C.w_tile_bytes // 16 + 2 * chunk), 0, 1, True, P)
-                if plane + 1 == PLANES and chunk + 1 < CHUNKS:
-                    words = read_chunk(chunk + 1, where, C)
-                sums = wait(sums, 1, SUMS)
-                fence_registers(held, turn, 4)
-                held = registers
-                if chunk + plane == 0 and not C.resident:
-                    run(C.w_barriers.give, "=r,r,r", [nought + before, first * (nought + step > 0).to(gl.int32)])
-        run(C.x_barriers.give, "=r,r,r", [nought + x_stage, first])
-        before = w_stage
-        x_stage, x_phase = following(x_stage, x_phase, C.x_stages, 1)
-        if C.resident:
-            w_stage = gl.where(w_stage + 1 == C.stages, 0, w_stage + 1)
+        odd = ()
+        if C.odd:
+            acc, odd, at, tap = begin_step(acc, steps < 0, at, tap, w_ring, place, steps > 0, KERNEL, C)
+            acc = wait_alone(acc, C.planes)
         else:
-            w_stage, w_phase = following(w_stage, w_phase, C.stages, 1)
-    sums = wait(sums, 0, SUMS)
-    fence_registers(held, turn, 4)
-    if not C.resident:
-        run(C.w_barriers.give, "=r,r,r", [nought + before, first])
-    return sums, (x_stage, x_phase, w_stage, w_phase)
-
-
-@gluon.jit
-def read_chunk(chunk: gl.constexpr, where, C: gl.constexpr):
-    """Returns 32 bytes of this thread's row, which is at address `where`, as four words."""
-    return asm(ptx(C.strip.read_chunk, chunk), "=&r,=&r,=&r,=&r,r", (where,), thread_words(4))
-
-
-@gluon.jit
-def codes_of_plane(words, plane: gl.constexpr):
-    """Returns the even (0) or odd (1) channels of four words of 4-bit codes, one in each byte."""
-    registers = ()
-    for i in gl.static_range(4):
-        registers = registers + ((words[i] >> 4 * plane) & LOWER,)
-    return registers
-
-
-@gluon.jit
-def scaled_sums(sums, constants, C: gl.constexpr):
-    """Returns fma(float(sum), s, b) of the sums of the first product, in the same order."""
-    GROUPS: gl.constexpr = C.outputs // 32
-    found = ()
-    for group in gl.static_range(GROUPS):
-        s = table(constants, group)
-        b = table(constants, GROUPS + group)
-        upper = scaled(columns(sums, group, 0), s, b)
-        lower = scaled(columns(sums, group, 1), s, b)
-        for pair in gl.static_range(4):
-            found = found + upper[2 * pair : 2 * pair + 2] + lower[2 * pair : 2 * pair + 2]
-    return found
-
-
-@gluon.jit
-def store_both(y, first, second, constants, exists, below, C: gl.constexpr):
-    """Requantizes the sums of the second product, to which the scaled ones of the first are added, and stores a thread's two
-    rows, at `y` and `below` words later."""
-    R: gl.constexpr = C.requantize
-    GROUPS: gl.constexpr = C.outputs // 32
-    WORDS: gl.constexpr = 4 // R.words  # column groups of 16 bytes
-    words = ((), ())
-    for group in gl.static_range(GROUPS):
-        s2 = table(constants, 2 * GROUPS + group)
-        upper = codes_of(columns(second, group, 0), s2, columns(first, group, 0), (), 0.0, R)
-        lower = codes_of(columns(second, group, 1), s2, columns(first, group, 1), (), 0.0, R)
-        words = (words[0] + upper, words[1] + lower)
-        if (group + 1) % WORDS == 0:
-            store_words(y, words[0], exists[0], 64 * (group // WORDS), 4)
-            store_words(y + below, words[1], exists[1], 64 * (group // WORDS), 4)
-            words = ((), ())
-
-
-@gluon.jit
-def consume_two(out, pixels, across, tiles, steps, steps2, C: gl.constexpr):
-    """The math warpgroups of a layer with two products. Each register of a thread is a value (parts/thread_product.py)."""
-    y, _g, row_units = out
-    first_tile, stride, tiles_down = tiles
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    row = asm(C.strip.place, "=&r,r,r", ((thread >> 5) * 16 + (thread & 15), thread), gl.int32)
-    base = asm(C.chunk_product.base, "=&r,r", (thread,), gl.int32)
-    lane = thread & 3
-    constants = asm(
-        "{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 $0, $1, 16, at; add.u32 $0, $0, $2; }", "=&r,r,r",
-        (lane, thread * 0 + C.constants_start), gl.int32,
-    )  # fmt: skip
-    zero = across * 0
-    at = (zero, zero, zero, zero)
-    for tile in range(first_tile, tiles_down, stride):
-        sums, at = multiply_chunks(at, steps, row, base, thread, C)
-        first = scaled_sums(sums, constants, C)
-        second, at = multiply_chunks(at, steps2, row, base, thread, C)
-        pixel = tile * C.tile_pixels + (thread >> 5) * 16 + (thread >> 2) % 8
-        exists = ((pixel < pixels).to(gl.int32), (pixel + 8 < pixels).to(gl.int32))
-        place = y + ((pixel * row_units + across * C.units) * 4 + lane) * 4
-        store_both(place, first, second, constants, exists, 8 * 16 * row_units, C)
+            for _register in gl.static_range(REGISTERS):
+                odd = odd + (thread * 0,)
+        for turn in range(steps // 2):
+            here = at[2]
+            acc, even, at, tap = begin_step(acc, turn >= FIRST, at, tap, w_ring, place, turn < FIRST, KERNEL, C)
+            acc = wait_alone(acc, C.planes)
+            end_step(odd, before, turn >= FIRST, thread, C)
+            before = at[2]
+            acc, odd, at, tap = begin_step(acc, steps > 0, at, tap, w_ring, place, steps < 0, KERNEL, C)
+            acc = wait_alone(acc, C.planes)
+            end_step(even, here, steps > 0, thread, C)
+        if C.ordered:
+            run(C.pass_turn, "=r,r", [own_warpgroup()])
+        acc = wait_alone(acc, 0)
+        end_step(odd, before, steps > 0, thread, C)
+    return acc, at
 
 
 @gluon.jit
@@ -566,8 +459,8 @@ def residual_here(stage, C: gl.constexpr):
 
 
 @gluon.jit
-def consume(out, pixels, across, tiles, steps, size, w_ring, C: gl.constexpr):
-    """The math warpgroups of a layer with one product. They wait for x but not for the previous kernel, since the loader did
+def consume(out, pixels, across, tiles, steps, steps2, size, w_ring, C: gl.constexpr):
+    """The math warpgroups, which multiply and store. They wait for x but not for the previous kernel, since the loader did
     before it loaded x."""
     y, g, row_units = out
     first_tile, stride, tiles_down = tiles
@@ -583,22 +476,29 @@ def consume(out, pixels, across, tiles, steps, size, w_ring, C: gl.constexpr):
     r_phase = zero
     acc = gl.zeros((ROWS, OUTPUTS), gl.int32, SUMS)
     unit = across * C.units
+    if C.ordered:
+        run(C.first_turn, "=r,r", [own_warpgroup()])
     for tile in range(first_tile, tiles_down, stride):
         first_pixel = tile * C.tile_pixels
         place = (own_row, own_row, height, width, own_row, thread)
         if C.kernel > 1:
             pixel = first_pixel + own_row
             place = (pixel // width % height, pixel % width, height, width, own_row, thread)
-        acc, at = multiply_tile(acc, at, w_ring, steps, place, C)
-        codes = ()
-        if C.residual is not None:
-            run(C.residual_barriers.wait, "=r,r,r,r", [r_stage, r_phase, zero + 1])
-            codes = residual_here(r_stage, C)
-        scale, offset = constants_here(0, C), constants_here(1, C)
-        store_codes(y, codes, acc, scale, offset, g, first_pixel, unit, pixels, row_units, C)
-        if C.residual is not None:
-            run(C.residual_barriers.give, "=r,r,r", [thread * 0 + r_stage, ((thread & 31) == 0).to(gl.int32)])
-            r_stage, r_phase = following(r_stage, r_phase, C.residual_stages, 1)
+        acc, at = multiply_tile(acc, at, w_ring, steps, place, C.kernel, C)
+        if C.second is not None:
+            sums = as_float(acc, constants_here(0, C), constants_here(1, C), C)
+            acc, at = multiply_tile(acc, at, w_ring, steps2, place, 1, C)
+            store_codes(y, (), acc, constants_here(2, C), sums, g, first_pixel, unit, pixels, row_units, C)
+        else:
+            codes = ()
+            if C.residual is not None:
+                run(C.residual_barriers.wait, "=r,r,r,r", [r_stage, r_phase, zero + 1])
+                codes = residual_here(r_stage, C)
+            scale, offset = constants_here(0, C), constants_here(1, C)
+            store_codes(y, codes, acc, scale, offset, g, first_pixel, unit, pixels, row_units, C)
+            if C.residual is not None:
+                run(C.residual_barriers.give, "=r,r,r", [thread * 0 + r_stage, ((thread & 31) == 0).to(gl.int32)])
+                r_stage, r_phase = following(r_stage, r_phase, C.residual_stages, 1)
 
 
 @gluon.jit
@@ -629,9 +529,6 @@ def deep_conv(
     w_ring = part(
         shared, C.w_unit, C.barrier_unit, gl.int8, [C.stages * C.planes, C.outputs, C.step_bytes], C.operand_tile
     )  # fmt: skip
-    if C.second is not None:  # Triton does not allocate memory that only PTX uses
-        some = gl.full([UNIT_WORDS], 0, gl.int32, gl.BlockedLayout([1], [32], [C.warps], [0]))
-        shared.index(C.shared_units - 1).store(some)
     thread = own_thread()
     if thread == C.threads - 128:  # while other threads initialise the barriers
         map_arrived(maps)
@@ -657,10 +554,7 @@ def deep_conv(
             copy_first(one, (s, b, s2), across, C)
     else:
         run(registers_of(C.registers), "=r", [])
-        if C.second is not None:
-            consume_two((y, g, row_units), pixels, across, tiles, steps, steps2, C)
-        else:
-            consume((y, g, row_units), pixels, across, tiles, steps, size, w_ring, C)
+        consume((y, g, row_units), pixels, across, tiles, steps, steps2, size, w_ring, C)
 
 
 class PreparedDeep(TiledConvPlan):
@@ -702,12 +596,16 @@ class PreparedDeep(TiledConvPlan):
         return out
 
 
-def deep_config(spec: ConvSpec, tile: ConvTile, width: int) -> DeepConv:
-    """Returns the configuration for a layer, with a tile, for images of this width."""
+def deep_config(spec: ConvSpec, tile: ConvTile, width: int, ordered: bool = False) -> DeepConv:
+    """Returns the configuration for a layer, with a tile, for images of this width. With `ordered` warpgroups take turns where
+    their rings hold all of a tile."""
     memory = deep_stages(spec, tile, width)
+    steps = steps_of(spec, tile.step_bytes)
+    x_steps = steps // spec.taps if memory.strips else steps
+    fits = steps <= memory.stages and x_steps <= memory.x_stages
     return DeepConv(
         spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups + 1, tile.outputs, tile.step_bytes, memory.stages,
         None if spec.second is None else spec.second.x, memory.resident, rows=memory.rows, kernel=memory.kernel,
         strips=memory.strips, x_stages=memory.x_stages, residual_stages=memory.residual_stages,
-        odd=steps_of(spec, tile.step_bytes) % 2 == 1,
+        odd=steps % 2 == 1, ordered=ordered and fits and tile.warpgroups > 1 and spec.second is None,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """max_pool(requantize(convolution(images, w))): a network's first convolution and its 3 x 3 pool of stride 2, fused: sm_90a.
 
-Computes tiles of 64 channels x 32 pooled pixels of one row, going down the image. K runs over the rows of the window, 64 bytes
+Computes tiles of 64 channels x 56 pooled pixels of one row, going down the image. K runs over the rows of the window, 64 bytes
         each. A pooled row needs two new rows of the convolution, the upper and the lower one: two int8 products that share rows
         of the image
 Reads   image rows once, by TMA. They are operand B without any conversion; weights are operand A, in registers (below)
@@ -47,9 +47,8 @@ STEPS = PIXEL_BYTES * WINDOW_PIXELS // STEP_BYTES
 STEP_REGISTERS = 4
 """Number of registers of operand A of a k32 step."""
 
-COLUMNS = 64
-"""Number of convolution columns of a tile: two for each of 32 pooled pixels. With 112 columns registers hold two blocks on an
-SM, of which one multiplied for 900 cycles while the other pooled and requantized for 2,100."""
+COLUMNS = 112
+"""Number of convolution columns of a tile: two for each of 56 pooled pixels."""
 
 ROW_BYTES = (COLUMNS + WINDOW_PIXELS - 1) * PIXEL_BYTES
 """Bytes of a row of a strip: the pixels under the windows of a tile."""
@@ -153,7 +152,7 @@ TILE_PIXELS = COLUMNS // 2
 """Number of pooled pixels of a tile. Where a row has more of them, the first pixel of a tile is only computed because the next
 one needs its odd column."""
 
-BLOCKS = 3
+BLOCKS = 2
 """Number of blocks that share an SM."""
 
 STAGES = 4

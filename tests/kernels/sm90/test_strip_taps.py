@@ -36,18 +36,6 @@ def test_a_tap_is_loaded_as_it_lies(bits, row_bytes):
     check_operands(part.tap, part.tap_constraints)
 
 
-@pytest.mark.parametrize(("bits", "row_bytes"), [(4, 64), (8, 128)])
-def test_chunks_of_a_row_are_its_k32_steps(bits, row_bytes):
-    part = taps(bits, row_bytes)
-    rows = torch.randint(0, 256, (2, ROWS, row_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    thread = np.arange(128)
-    (place,) = run(part.place, [7 + (thread >> 5) * 16 + (thread & 15), thread], 1, start=START)
-    for chunk in range(row_bytes // 32):
-        made = run(part.read_chunk(chunk), [place], 4, memory(rows, part), START)
-        assert fragments(made, rows[0, 7:71, 32 * chunk : 32 * chunk + 32].numpy())
-    check_operands(part.read_chunk(1), "=&r,=&r,=&r,=&r,r")
-
-
 def test_threads_of_a_row_have_their_own_16_bytes():
     (place,) = run(taps(4, 32).lane_place, [np.full(128, 512), np.arange(128)], 1, start=START)
     assert np.array_equal(place, START + 512 + 16 * (np.arange(128) % 4))

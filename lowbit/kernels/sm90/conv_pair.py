@@ -1,32 +1,32 @@
-"""A bottleneck block of 128 or 256 channels from its 3 x 3 convolution to the next block's first, in one kernel, or its last
-convolution alone: sm_90a.
+"""The last convolution of a bottleneck block and the first one of the next block, both 1 x 1, in one kernel, and the 3 x 3
+convolution before them, if it keeps the size: sm_90a.
 
-Computes x = conv3x3(input), y = conv1x1(x) + residual, z = conv1x1(y), requantized. x is not stored. Or only y, of a given x
-Reads   weights in one stream of 16 KB stages (pack/conv_deep_block.py), by bulk copies; constants once; strips of the input by
-        TMA (parts/strip_ring.py), 128 channels at a time; pixels of the third convolution without any exchange: K is in the
-        order of memory, so a thread needs 16 of every 64 bytes of its two rows. It copies residual codes and a given x to
-        shared memory of its own by cp.async, which pass no barrier
+Computes y = conv1x1(x) + residual (or + conv1x1(entry), a shortcut with a stride), z = conv1x1(y), requantized. With a 3 x 3
+        convolution x is its output, which is not stored
+Reads   weights in one stream of 16 KB stages (pack/conv_pair.py), by bulk copies; constants once; pixels without any exchange:
+        K is in the order of memory, so a thread needs 16 of every 64 bytes of its two rows, and copies them to shared memory
+        of its own by cp.async. x, the residual and y pass no barrier
+        For a 3 x 3 convolution, strips of its input by TMA (parts/strip_ring.py), 128 channels at a time
 Roles   one warp loads weights and strips; 3 warpgroups of 64 pixels multiply, requantize and store. They share weights only
 x       128 outputs of the 3 x 3 convolution at a time, over all of its K. A thread's codes are its operand A of y's product
-y       128 outputs per iteration, in chunks: one is multiplied while the one before is requantized
+y       128 outputs per iteration, in chunks of 64: one is multiplied while the other is requantized. With a shortcut, which
+        has two sums for each output, in chunks of 32, one at a time. x and the shortcut's input stay in registers
 z       128 outputs per pass over y, which a thread loads again from where it stored it; y of the next k block is on its way
         while one is multiplied
 Values  one register of each thread: every tensor here is [threads] (parts/thread_product.py)
-Cluster two blocks read the same weights at the same time. Each copies half of a stage to both (`SharedStages`)
-Grid    persistent. Exact: the same bits as the layers one after the other (formats/conv.py)
+Grid    persistent. Exact: the same bits as both layers one after the other (formats/conv.py)
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit.formats.conv import U4_STEPS, ConvSpec
-from lowbit.kernels.choose.conv import STRIPS, DeepBlockTile, deep_block_tile, third_parts
+from lowbit.kernels.choose.conv import STRIPS, PairTile, pair_tile, third_parts
 from lowbit.kernels.parts.conv_plan import ConvLauncher, ConvPlan
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS
 from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, run, source_digest
@@ -34,13 +34,13 @@ from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.prologue import launch_next_kernel, wait_for_previous_kernel
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.kernels.parts.strip_ring import StripPlaces
-from lowbit.kernels.parts.thread_codes import codes_of, columns, store_rows, table
+from lowbit.kernels.parts.thread_codes import codes_of, columns, scaled, store_rows, table
 from lowbit.kernels.parts.thread_product import ThreadProduct, fence_registers, load_words, start, thread_words, wait
 from lowbit.kernels.parts.tile import Warps
 from lowbit.kernels.parts.warp_roles import LOADER_REGISTERS, following, map_arrived, own_thread, own_warpgroup, registers_of
 from lowbit.kernels.sm90.tensor_map import row_map
-from lowbit.pack.conv_deep_block import STAGE_BYTES, STEP, DeepBlockLayout
 from lowbit.pack.conv_layout import PackedConv
+from lowbit.pack.conv_pair import STAGE_BYTES, STEP, PairLayout
 
 FIRST_WEIGHTS = gl.constexpr(2)
 """Number of stages of weights that are loaded before the previous kernel has finished. More of them would delay x."""
@@ -58,42 +58,8 @@ VECTOR_BYTES = gl.constexpr(64)
 """Bytes of a row that its four threads copy, load or store at once."""
 
 
-CLUSTER_SYNC = gl.constexpr("barrier.cluster.arrive;\n barrier.cluster.wait;\n mov.b32 $0, 0;")
-
-BARRIERS_VISIBLE = gl.constexpr("fence.mbarrier_init.release.cluster;\n mov.b32 $0, 0;")
-
-
 @dataclass(frozen=True)
-class SharedStages(StageBarriers):
-    """Barriers of stages that both blocks of a cluster fill and read. A stage is full in a block when both halves have arrived
-    there; it is empty when the warps of both blocks have read it, since each block writes to both."""
-
-    @property
-    def arrivals(self) -> int:
-        return 2 * self.readers
-
-    @property
-    def give(self) -> str:
-        """PTX that arrives at the empty barriers of stage $1 in both blocks: lane $2 of a warp at that of block $2."""
-        return (
-            "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 at, $1, 8, at; setp.lt.u32 p, $2, 2;\n"
-            f"add.u32 at, at, {self.start + 8 * self.stages}; @p mapa.shared::cluster.u32 at, at, $2;\n"
-            "@p mbarrier.arrive.shared::cluster.b64 _, [at]; mov.b32 $0, 0; }"
-        )
-
-    def fill_half(self, stage_bytes: int) -> str:
-        """PTX that waits until stage $2 has been read in both blocks (parity $3), then copies this block's half of the stage,
-        whose weights are at address $4, to both; $1 is 1."""
-        half = stage_bytes // 2
-        copy = f"""{{ .reg .b32 rank; .reg .b64 from; .reg .b16 both; mov.u32 rank, %cluster_ctarank; mov.b16 both, 3;
-            mad.wide.u32 from, rank, {half}, $4; mad.lo.u32 to, rank, {half}, to;
-            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
-            [to], [from], {half}, [bar], both; }}"""
-        return self.fill(stage_bytes, stage_bytes, 0, copy)
-
-
-@dataclass(frozen=True)
-class DeepBlockConv(DeepBlockTile, Warps):
+class PairConv(PairTile, Warps):
     """The kernel's compile-time configuration: a tile and values derived from it."""
 
     digest: str = source_digest()
@@ -113,8 +79,7 @@ class DeepBlockConv(DeepBlockTile, Warps):
 
     @property
     def ring(self) -> StageBarriers:
-        kind = SharedStages if self.cluster > 1 else StageBarriers
-        return kind(self.barriers_start, self.stages, 4 * self.multipliers)
+        return StageBarriers(self.barriers_start, self.stages, 4 * self.multipliers)
 
     @property
     def constant_barrier(self) -> StageBarriers:
@@ -131,8 +96,6 @@ class DeepBlockConv(DeepBlockTile, Warps):
     @property
     def fill(self) -> str:
         """PTX that waits until stage $2 has been read (parity $3), then fills it from address $4; $1 is 1."""
-        if isinstance(self.ring, SharedStages):
-            return self.ring.fill_half(STAGE_BYTES)
         copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes " + f"[to], [$4], {STAGE_BYTES}, [bar];"
         return self.ring.fill(STAGE_BYTES, STAGE_BYTES, 0, copy)
 
@@ -154,18 +117,17 @@ class DeepBlockConv(DeepBlockTile, Warps):
         return ThreadProduct(STEP, STEP, self.bits == 4, 0)
 
     @property
-    def unroll(self) -> int:
-        """Number of iterations of y in a loop's body, fewer where x takes more registers. Products in flight do not cross its
-        end: ptxas would serialize them."""
-        return math.gcd(512 // self.channels, self.expanded // 128 // self.parts)
-
-    @property
     def y_codes(self) -> Requantize:
-        return Requantize(self.storage, self.storage, True)
+        return Requantize(self.storage, None if self.entry else self.storage, True)
 
     @property
     def z_codes(self) -> Requantize:
         return Requantize(self.storage, None, True)
+
+    @property
+    def streams(self) -> bool:
+        """True if x and the shortcut's input do not fit in registers."""
+        return self.entry > 256
 
     @property
     def lane_place(self) -> str:
@@ -256,22 +218,100 @@ def copied_operand(at, first: gl.constexpr, count: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def finish_chunk(chunk: gl.constexpr, sums, residual, at, g, C: gl.constexpr):
-    """Requantizes a chunk of y, whose products are complete; returns the words of both rows."""
+def finish_chunk(chunk: gl.constexpr, later: gl.constexpr, first, second, residual, at, g, C: gl.constexpr):
+    """Requantizes a chunk of y while `later` products run; returns the words of both rows. `second`: sums of the shortcut."""
     R: gl.constexpr = C.y_codes
     ALL: gl.constexpr = C.expanded // 32
+    THIRD: gl.constexpr = (2 * C.expanded + 2 * C.following) // 32
     WORDS: gl.constexpr = C.group_words
     GROUPS: gl.constexpr = C.chunk // 32
+    SUMS: gl.constexpr = C.chunk // 2
+    if C.entry > 0:
+        both = wait(first + second, later, 2 * SUMS)
+        first = both[0:SUMS]
+        second = both[SUMS:]
+    else:
+        first = wait(first, later, SUMS)
     words = ((), ())
     for group in gl.static_range(GROUPS):
         s = table(at, GROUPS * chunk + group)
         b = table(at, ALL + GROUPS * chunk + group)
-        codes = residual[0][(GROUPS * chunk + group) * WORDS : (GROUPS * chunk + group + 1) * WORDS]
-        upper = codes_of(columns(sums, group, 0), s, b, codes, g, R)
-        codes = residual[1][(GROUPS * chunk + group) * WORDS : (GROUPS * chunk + group + 1) * WORDS]
-        lower = codes_of(columns(sums, group, 1), s, b, codes, g, R)
+        if C.entry > 0:
+            s2 = table(at, THIRD + GROUPS * chunk + group)
+            upper = codes_of(columns(second, group, 0), s2, scaled(columns(first, group, 0), s, b), (), g, R)
+            lower = codes_of(columns(second, group, 1), s2, scaled(columns(first, group, 1), s, b), (), g, R)
+        else:
+            codes = residual[0][(GROUPS * chunk + group) * WORDS : (GROUPS * chunk + group + 1) * WORDS]
+            upper = codes_of(columns(first, group, 0), s, b, codes, g, R)
+            codes = residual[1][(GROUPS * chunk + group) * WORDS : (GROUPS * chunk + group + 1) * WORDS]
+            lower = codes_of(columns(first, group, 1), s, b, codes, g, R)
         words = (words[0] + upper, words[1] + lower)
     return words
+
+
+@gluon.jit
+def streamed_product(
+    at, first: gl.constexpr, vectors: gl.constexpr, base, tile: gl.constexpr, turn, C: gl.constexpr
+):  # fmt: skip
+    """Returns the sums of a chunk of a product. Its input does not fit in registers: `vectors` vectors of each row in the
+    thread's own shared memory, from vector `first` on, of which those of one k block are loaded at a time. The weights start at
+    tile `tile` of a stage."""
+    P: gl.constexpr = C.third
+    COUNT: gl.constexpr = C.step_vectors
+    BLOCKS: gl.constexpr = vectors // COUNT
+    SUMS: gl.constexpr = C.chunk // 2
+    sums = ()
+    held = ()
+    for block in gl.static_range(BLOCKS):
+        upper = copied(at, first + COUNT * block, COUNT, C)
+        lower = copied(at, first + vectors + COUNT * block, COUNT, C)
+        registers = operand_of(upper, lower, 4 * COUNT, C)
+        sums = start(sums, registers, base, tile + block, 4, block > 0, P)
+        if block > 0:
+            sums = wait(sums, 1, SUMS)
+            fence_registers(held, turn, 16)
+        held = registers
+    sums = wait(sums, 0, SUMS)
+    fence_registers(held, turn, 16)
+    return sums
+
+
+@gluon.jit
+def shortcut_step(operand, entry, own, ring, at, g, turn, thread, C: gl.constexpr):
+    """Computes 128 outputs of y with a shortcut, a chunk at a time; returns the words of both rows and the next stage. Stages
+    are read in the order of `PairLayout.iteration`."""
+    CHUNKS: gl.constexpr = 128 // C.chunk
+    TILES: gl.constexpr = C.stage_tiles
+    X_BLOCKS: gl.constexpr = C.channels // 128
+    ENTRY_BLOCKS: gl.constexpr = C.entry // 128
+    P: gl.constexpr = C.third
+    stage, phase, base = ring
+    nought = thread * 0
+    words = ((), ())
+    x_base = ()
+    x_stage = ()
+    entry_base = ()
+    entry_stage = ()
+    for chunk in gl.static_range(CHUNKS):
+        if chunk * X_BLOCKS % TILES == 0:
+            x_base, x_stage, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
+        if chunk * ENTRY_BLOCKS % TILES == 0:
+            entry_base, entry_stage, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
+        if C.streams:
+            first = streamed_product(own, C.x_vector, C.x_vectors, x_base[0], chunk * X_BLOCKS % TILES, turn, C)
+            second = streamed_product(
+                own, C.entry_vector, C.entry_vectors, entry_base[0], chunk * ENTRY_BLOCKS % TILES, turn, C
+            )  # fmt: skip
+        else:
+            first = start((), operand, x_base[0], chunk * X_BLOCKS % TILES, 4 * X_BLOCKS, False, P)
+            second = start((), entry, entry_base[0], chunk * ENTRY_BLOCKS % TILES, 4 * ENTRY_BLOCKS, False, P)
+        found = finish_chunk(chunk, 0, first, second, (), at, g, C)
+        words = (words[0] + found[0], words[1] + found[1])
+        if (chunk + 1) * ENTRY_BLOCKS % TILES == 0:
+            release_stages(entry_stage, nought, thread, 1, C)
+        if (chunk + 1) * X_BLOCKS % TILES == 0:
+            release_stages(x_stage, nought, thread, 1, C)
+    return words, stage, phase
 
 
 @gluon.jit
@@ -300,34 +340,36 @@ def wait_stages(stage, phase, base, nought, count: gl.constexpr, C: gl.constexpr
 @gluon.jit
 def release_stages(stages, nought, thread, count: gl.constexpr, C: gl.constexpr):
     """Marks stages of weights as read by this warp."""
-    lane = thread & 31
-    if C.cluster == 1:
-        lane = (lane == 0).to(gl.int32)
     for i in gl.static_range(count):
-        run(C.ring.give, "=r,r,r", [nought + stages[i], lane])
+        run(C.ring.give, "=r,r,r", [nought + stages[i], ((thread & 31) == 0).to(gl.int32)])
 
 
 @gluon.jit
-def copy_inputs(x, added, pixel, step, pixels, here, C: gl.constexpr):
-    """Starts the copies of what a job needs at its beginning: a given x, and the residual of iteration `step`, to the first of
-    two places. `pixel` is the thread's first pixel."""
+def copy_inputs(x, added, pixel, step, geometry, here, C: gl.constexpr):
+    """Starts the copies of what a job needs at its beginning: x, and the residual of iteration `step` (to the first of two
+    places) or the shortcut's input. `pixel` is the thread's first pixel."""
+    pixels, image, width, entry_image, entry_width, stride = geometry
     X_WORDS: gl.constexpr = C.channels * C.bits // 32
-    exists = ((pixel < pixels).to(gl.int32), (pixel + 8 < pixels).to(gl.int32))
+    first = (pixel < pixels).to(gl.int32)
+    second = (pixel + 8 < pixels).to(gl.int32)
+    lane = here[1]
     if C.rows == 0:
-        source = x + (pixel * X_WORDS + here[1] * 4)
-        copy_row(here[0], source, exists[0], C.x_vector, 0, C.x_vectors, C)
-        copy_row(here[0], source, exists[1], C.x_vector + C.x_vectors, 32 * X_WORDS, C.x_vectors, C)
-    copy_residual(added, pixel, step, here, exists, pixel * 0, C)
-
-
-@gluon.jit
-def arrived_residual(at, C: gl.constexpr):
-    """Ends a group of copies, waits for those of the group before, and returns the words of both rows that they wrote to
-    address `at`."""
-    VECTORS: gl.constexpr = C.step_vectors
-    commit_copies()
-    wait_for_copies(1)
-    return copied(at, 0, VECTORS, C), copied(at, VECTORS, VECTORS, C)
+        source = x + (pixel * X_WORDS + lane * 4)
+        copy_row(here[0], source, first, C.x_vector, 0, C.x_vectors, C)
+        copy_row(here[0], source, second, C.x_vector + C.x_vectors, 32 * X_WORDS, C.x_vectors, C)
+    if C.entry > 0:
+        E_WORDS: gl.constexpr = C.entry * C.bits // 32
+        for row in gl.static_range(2):
+            own = pixel + 8 * row
+            inside = own % image
+            at = own // image * entry_image + inside // width * (stride * entry_width) + inside % width * stride
+            exists = first
+            if row == 1:
+                exists = second
+            source = added + (at * E_WORDS + lane * 4)
+            copy_row(here[0], source, exists, C.entry_vector + row * C.entry_vectors, 0, C.entry_vectors, C)
+    else:
+        copy_residual(added, pixel, step, here, (first, second), pixel * 0, C)
 
 
 @gluon.jit
@@ -443,13 +485,14 @@ def window_step(center, zeros, place, ring, strips, last: gl.constexpr, at, turn
 
 
 @gluon.jit
-def window_operand(pixel, strips, ring, constants, size, turn, thread, C: gl.constexpr):
+def window_operand(pixel, strips, ring, constants, geometry, turn, thread, C: gl.constexpr):
     """Returns the codes of the 3 x 3 convolution as operand A, and the next stage. `pixel`: the thread's row of a strip as a
-    pixel, the one whose address it passes to ldmatrix. `size`: height and width of the images."""
+    pixel, the one whose address it passes to ldmatrix."""
     TILES: gl.constexpr = C.channels // 128
     WORDS: gl.constexpr = 4 * C.x_vectors
     stage, phase, base = ring
-    height, width = size
+    width = geometry[2]
+    height = geometry[1] // width
     place = (pixel // width % height, pixel % width, height, width)
     own_row = (thread >> 5) * 16 + (thread & 15)
     center = asm(C.strip.place, "=&r,r,r", (own_row + width + 1, thread), gl.int32)
@@ -504,63 +547,50 @@ def next_pass(y, z, exists, ring, at, turn, thread, C: gl.constexpr):
 
 
 @gluon.jit
-def start_chunk(chunk: gl.constexpr, operand, weights, ring, thread, C: gl.constexpr):
-    """Starts the products of a chunk of y. `weights`: base and index of the stage of the chunk before. Returns the sums, the
-    weights of this chunk, and the next stage."""
+def residual_step(operand, residual, ring, at, g, thread, C: gl.constexpr):
+    """Requantizes 128 outputs of y with a residual, whose words of both rows are `residual`. Products of a chunk are in flight
+    while the chunk before is requantized. Returns the words of both rows and the next stage."""
+    CHUNKS: gl.constexpr = 128 // C.chunk
     TILES: gl.constexpr = C.stage_tiles
     BLOCKS: gl.constexpr = C.channels // 128
     P: gl.constexpr = C.third
     stage, phase, base = ring
-    bases, stages = weights
-    if chunk * BLOCKS % TILES == 0:
-        bases, stages, stage, phase = wait_stages(stage, phase, base, thread * 0, 1, C)
-    sums = start((), operand, bases[0], chunk * BLOCKS % TILES, 4 * BLOCKS, False, P)
-    return sums, (bases, stages), stage, phase
-
-
-@gluon.jit
-def residual_step(sums, weights, operand, residual, ring, at, g, last: gl.constexpr, thread, C: gl.constexpr):
-    """Requantizes 128 outputs of y with a residual, whose words of both rows are `residual`. The products of a chunk are in
-    flight while the chunk before is requantized: `sums` and `weights` are those of the first chunk. If this is not the `last`
-    iteration of a loop's body, the first chunk of the next one is started. Returns the words of both rows, that chunk's sums
-    and weights, and the next stage."""
-    CHUNKS: gl.constexpr = 128 // C.chunk
-    TILES: gl.constexpr = C.stage_tiles
-    BLOCKS: gl.constexpr = C.channels // 128
-    SUMS: gl.constexpr = C.chunk // 2
-    stage, phase, base = ring
+    nought = thread * 0
     words = ((), ())
+    bases = ()
+    stages = ()
+    held = ()
+    before = ()
     for chunk in gl.static_range(CHUNKS):
-        before = weights[1]
-        later = ()
-        if chunk + 1 < CHUNKS or not last:
-            later, weights, stage, phase = start_chunk(
-                (chunk + 1) % CHUNKS, operand, weights, (stage, phase, base), thread, C
-            )  # fmt: skip
-            sums = wait(sums, 1, SUMS)
-        else:
-            sums = wait(sums, 0, SUMS)
-        found = finish_chunk(chunk, sums, residual, at, g, C)
-        words = (words[0] + found[0], words[1] + found[1])
-        if (chunk + 1) * BLOCKS % TILES == 0:
-            release_stages(before, thread * 0, thread, 1, C)
-        sums = later
-    return words, sums, weights, stage, phase
+        if chunk * BLOCKS % TILES == 0:
+            bases, stages, stage, phase = wait_stages(stage, phase, base, nought, 1, C)
+        sums = start((), operand, bases[0], chunk * BLOCKS % TILES, 4 * BLOCKS, False, P)
+        if chunk > 0:
+            found = finish_chunk(chunk - 1, 1, held, (), residual, at, g, C)
+            words = (words[0] + found[0], words[1] + found[1])
+            if chunk * BLOCKS % TILES == 0:
+                release_stages(before, nought, thread, 1, C)
+        held = sums
+        before = stages
+    found = finish_chunk(CHUNKS - 1, 0, held, (), residual, at, g, C)
+    release_stages(before, nought, thread, 1, C)
+    return (words[0] + found[0], words[1] + found[1]), stage, phase
 
 
 @gluon.jit
-def consume(y, z, x, added, g, pixels, size, tiles, C: gl.constexpr):
+def consume(y, z, x, added, g, geometry, tiles, C: gl.constexpr):
     """The math warpgroups. A job is a part of the outputs of a tile."""
     Y_WORDS: gl.constexpr = C.expanded * C.bits // 32
     Z_WORDS: gl.constexpr = C.following * C.bits // 32
     PARTS: gl.constexpr = C.parts
     STEPS: gl.constexpr = C.expanded // 128 // PARTS
-    UNROLL: gl.constexpr = C.unroll
     PASSES: gl.constexpr = C.following // 128
     X_BLOCKS: gl.constexpr = C.channels // 128
+    ENTRY_BLOCKS: gl.constexpr = C.entry // 128
     PLACE: gl.constexpr = C.residual_bytes
     VECTORS: gl.constexpr = C.step_vectors
     PIXELS: gl.constexpr = C.pixels
+    pixels = geometry[0]
     thread = gl.arange(0, C.threads, C.threads_layout)
     nought = thread * 0
     own = (thread >> 5) * 16 + (thread >> 2) % 8  # the first of the two pixels of a tile whose sums this thread has
@@ -571,7 +601,7 @@ def consume(y, z, x, added, g, pixels, size, tiles, C: gl.constexpr):
     first_job = gl.program_id(0)
     stride = gl.num_programs(0)
     wait_for_previous_kernel()
-    copy_inputs(x, added, first_job // PARTS * PIXELS + own, first_job % PARTS * STEPS, pixels, here, C)
+    copy_inputs(x, added, first_job // PARTS * PIXELS + own, first_job % PARTS * STEPS, geometry, here, C)
     commit_copies()
     run(C.constant_barrier.wait, "=r,r,r,r", [nought, nought, nought + 1])
     stage = tiles * 0
@@ -592,34 +622,45 @@ def consume(y, z, x, added, g, pixels, size, tiles, C: gl.constexpr):
         if C.rows > 0:
             row = now * PIXELS + (thread >> 5) * 16 + (thread & 15)
             operand, stage, phase = window_operand(
-                row, (strip, strip_phase), (stage, phase, base), constants, size, turn, thread, C
+                row, (strip, strip_phase), (stage, phase, base), constants, geometry, turn, thread, C
             )  # fmt: skip
             for _block in gl.static_range(X_BLOCKS):
                 strip, strip_phase = following(strip, strip_phase, 2, 1)
-        else:
+        elif not C.streams:
             operand = copied_operand(here[0], C.x_vector, C.x_vectors, C)
+        entry = ()
+        if C.entry > 0 and not C.streams:
+            entry = copied_operand(here[0], C.entry_vector, C.entry_vectors, C)
         y_row = y + (pixel * Y_WORDS + here[1] * 4)
         next_pixel = pixel + stride * PIXELS
         next_step = first_step
         if PARTS > 1:
             next_pixel = (nought + (job + stride) // PARTS) * PIXELS + own
             next_step = (job + stride) % PARTS * STEPS
-        for first in range(first_step, first_step + STEPS, UNROLL):
-            sums, weights, stage, phase = start_chunk(0, operand, ((), ()), (stage, phase, base), thread, C)
-            for number in gl.static_range(UNROLL):
-                step = first + number
-                if step + 1 < first_step + STEPS:
-                    copy_residual(added, pixel, step + 1, here, exists, PLACE - place, C)
-                else:
-                    copy_inputs(x, added, next_pixel, next_step, pixels, here, C)
-                residual = arrived_residual(here[0] + place, C)
-                place = PLACE - place
-                words, sums, weights, stage, phase = residual_step(
-                    sums, weights, operand, residual, (stage, phase, base), constants + step * 512, factor,
-                    number + 1 == UNROLL, thread, C,
+        for step in range(first_step, first_step + STEPS):
+            at = constants + step * 512
+            words = ((), ())
+            if C.entry > 0:
+                words, stage, phase = shortcut_step(
+                    operand, entry, here[0], (stage, phase, base), at, factor, turn, thread, C
                 )  # fmt: skip
-                store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
-        fence_registers(operand, turn, 16 * X_BLOCKS)
+            else:
+                other = PLACE - place
+                if step + 1 < first_step + STEPS:
+                    copy_residual(added, pixel, step + 1, here, exists, other, C)
+                else:
+                    copy_inputs(x, added, next_pixel, next_step, geometry, here, C)
+                commit_copies()
+                wait_for_copies(1)
+                residual = (copied(here[0] + place, 0, VECTORS, C), copied(here[0] + place, VECTORS, VECTORS, C))
+                place = other
+                words, stage, phase = residual_step(operand, residual, (stage, phase, base), at, factor, thread, C)
+            store_step(y_row + step * 16 * VECTORS, words, exists, 4 * Y_WORDS, C)
+        if not C.streams:
+            fence_registers(operand + entry, turn, 16 * (X_BLOCKS + ENTRY_BLOCKS))
+        if C.entry > 0:
+            copy_inputs(x, added, next_pixel, next_step, geometry, here, C)
+            commit_copies()
         if PASSES > 0:
             for part in range(PASSES):
                 z_row = z + (pixel * Z_WORDS + here[1] * 4 + part * 16 * VECTORS)
@@ -658,11 +699,13 @@ def produce(weight, maps, tiles, width, C: gl.constexpr):
             stage, parity = following(stage, parity, C.stages, 1)
 
 
-@gluon.jit(do_not_specialize=["pixels", "tiles", "height", "width"])
-def deep_block_conv(y, z, x, added, g, pixels, tiles, height, width, maps, weight, C: gl.constexpr):
-    """The kernel. `added`: codes of the residual. `maps`: the descriptor of the input of the 3 x 3 convolution; then x is None.
-    `weight`: all weights and constants. `tiles`: in a cluster a multiple of the number of blocks; some may be beyond the last
-    pixel."""
+@gluon.jit(do_not_specialize=["pixels", "tiles", "image", "width", "entry_image", "entry_width", "stride"])
+def pair_conv(
+    y, z, x, added, g, pixels, tiles, image, width, entry_image, entry_width, stride, maps, weight, C: gl.constexpr
+):  # fmt: skip
+    """The kernel. `added`: codes of the residual or, with a shortcut, its input, whose images have `entry_image` pixels, in
+    rows of `entry_width`. `image`: number of pixels of an image of y. `maps`: with a 3 x 3 convolution, the descriptor of its
+    input, and x is None. `weight`: all weights and constants."""
     shared = gl.allocate_shared_memory(
         gl.int32, [C.shared_units, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )  # fmt: skip
@@ -677,9 +720,6 @@ def deep_block_conv(y, z, x, added, g, pixels, tiles, height, width, maps, weigh
         run(C.strip.strips.init, "=r,r", [own])
     fence_async_shared()
     barrier()
-    if C.cluster > 1:
-        run(BARRIERS_VISIBLE, "=r", [])
-        run(CLUSTER_SYNC, "=r", [])
     group = own_warpgroup()
     launch_next_kernel()
     if group == C.multipliers:
@@ -688,63 +728,58 @@ def deep_block_conv(y, z, x, added, g, pixels, tiles, height, width, maps, weigh
             produce(weight, maps, tiles, width, C)
     else:
         run(registers_of(C.registers), "=r", [])
-        consume(y, z, x, added, g, pixels, (height, width), tiles, C)
-    if C.cluster > 1:  # the other block may still arrive at barriers of this one
-        run(CLUSTER_SYNC, "=r", [])
+        consume(y, z, x, added, g, (pixels, image, width, entry_image, entry_width, stride), tiles, C)
 
 
-class PreparedDeepBlock:
-    """Three convolutions prepared for the kernel, or the third one alone. `packed` is the result of pack/conv_deep_block.py,
-    `g` the residual's factor."""
+class PreparedPair:
+    """Two convolutions prepared for the kernel, or three with a 3 x 3 one. `packed` is the result of pack/conv_pair.py, `g` the
+    residual's factor."""
 
-    def __init__(self, layout: DeepBlockLayout, packed: Tensor, g: float, sm_count: int) -> None:
-        self.layout, self.packed, self.g, self.sm_count = layout, packed, g, sm_count
+    def __init__(self, third: ConvSpec, layout: PairLayout, packed: Tensor, g: float, sm_count: int) -> None:
+        self.third, self.layout, self.packed, self.g, self.sm_count = third, layout, packed, g, sm_count
         self.config = functools.lru_cache(maxsize=None)(self._config)
-        self.launch = ConvLauncher(
-            deep_block_conv, cluster=deep_block_tile(layout).cluster, maxnreg=128, launch_pdl=True
-        )  # fmt: skip
+        self.launch = ConvLauncher(pair_conv, maxnreg=128, launch_pdl=True)
         self.map = functools.lru_cache(maxsize=None)(row_map)
 
-    def _config(self, width: int, parts: int) -> DeepBlockConv:
-        """The configuration for images of this width, or for jobs of a part of the outputs of one convolution."""
-        return DeepBlockConv(**vars(deep_block_tile(self.layout, width, parts)))
+    def _config(self, width: int, parts: int) -> PairConv:
+        """The configuration for images of this width, which matters to a 3 x 3 convolution only, and jobs of a part of the
+        outputs."""
+        return PairConv(**vars(pair_tile(self.layout, width, parts)))
 
-    def __call__(self, x: Tensor, residual: Tensor, out: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        """Computes (y, z) of the packed input [N, H, W, bytes] of the 3 x 3 convolution, or y of the third one's."""
+    def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        """Computes (y, z) of packed x [N, H, W, bytes], or of the input of the 3 x 3 convolution. `added` is the residual, or
+        the input of the shortcut."""
         n, height, width, row_bytes = x.shape
+        own_width = width if self.layout.window else 0
         pixels = n * height * width
-        tiles = -(-pixels // (64 * DeepBlockTile.multipliers))
-        alone = self.layout.following == 0
-        parts = third_parts(tiles, self.layout.expanded, self.sm_count) if alone else 1
-        config = self.config(0 if alone else width, parts)
-        blocks = min(tiles * parts, self.sm_count)
-        if config.cluster > 1:  # both blocks of a cluster read all weights as often
-            blocks = min(tiles + tiles % 2, max(self.sm_count // 2, 1) * 2)
-            tiles = -(-tiles // blocks) * blocks
-        y, codes, read = (tensor.view(-1).view(torch.int32) for tensor in (out[0], residual, x))
+        tiles = -(-pixels // (64 * PairTile.multipliers))
+        parts = 1 if self.layout.following else third_parts(tiles, self.layout.expanded, self.sm_count)
+        config = self.config(own_width, parts)
+        stride = 1 if self.third.second is None else self.third.second.stride[0]
+        y, codes, read = (tensor.view(-1).view(torch.int32) for tensor in (out[0], added, x))
         z = None if out[1] is None else out[1].view(-1).view(torch.int32)
         maps = None
         if config.rows:
             maps = self.map(pixels, row_bytes, config.rows, config.row_bytes, x.data_ptr(), x.device)
         self.launch(
-            parts if alone else width, (blocks, 1, 1), config.warps,
-            y, z, None if config.rows else read, codes, self.g, pixels, tiles, height, width, maps, self.packed, config,
+            own_width or parts, (min(tiles * parts, self.sm_count), 1, 1), config.warps,
+            y, z, None if config.rows else read, codes, self.g, pixels, tiles, height * width, width,
+            added.shape[1] * added.shape[2], added.shape[2], stride, maps, self.packed, config,
         )  # fmt: skip
         return out
 
 
 class PreparedThird(ConvPlan):
-    """A 1 x 1 convolution with a residual, prepared for the kernel alone."""
+    """A 1 x 1 convolution with a residual, prepared for the kernel alone: no convolution follows in it."""
 
-    def __init__(self, spec: ConvSpec, packed: PackedConv, layout: DeepBlockLayout, sm_count: int) -> None:
+    def __init__(self, spec: ConvSpec, packed: PackedConv, layout: PairLayout, sm_count: int) -> None:
         super().__init__(spec, packed)
         steps = U4_STEPS if spec.x == "u4" else 1.0
         constants = [values.view(torch.int8) for values in (packed.s / steps, packed.b)]
-        together = torch.cat([packed.weight.reshape(-1), *constants])
-        self.block = PreparedDeepBlock(layout, together, packed.g, sm_count)
+        self.pair = PreparedPair(spec, layout, torch.cat([packed.weight.reshape(-1), *constants]), packed.g, sm_count)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         assert residual is not None, "choose/conv.py takes this kernel for layers with a residual"
-        return self.block(x, residual, (self.output(x, out), None))[0]
+        return self.pair(x, residual, (self.output(x, out), None))[0]
