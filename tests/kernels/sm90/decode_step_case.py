@@ -193,9 +193,12 @@ class Case:
             h = ((self.embedding[tokens].float() - 128) * self.row_scale[tokens, None]).to(self.dtype)
         return (h.float() * self.embedding_scale).to(self.dtype).double()
 
-    def reference(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[dict[str, Tensor]]]:
+    def reference(
+        self, routed_by: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[dict[str, Tensor]]]:
         """(h, x, squares [M], logits, vectors of each layer) in float64, rounded where the kernel rounds; pages get the new
-        token."""
+        token. `routed_by`: logits [M, experts] of each layer's router by which to choose experts, in place of its own. Those of
+        the kernel differ by the rounding of earlier vectors, which may change the order of two experts."""
         shape, dtype = self.table.shape, self.dtype
 
         def rounded(t: Tensor) -> Tensor:
@@ -218,7 +221,9 @@ class Case:
             mlp_x, squares = rounded(h * vectors["mlp_gamma"].double()), h.square().sum(1)
             root = 2 / (squares / shape.hidden + self.eps).sqrt()
             if shape.experts:
-                gated, y = self._routed(w, vectors["router"], mlp_x, root, rounded)
+                router = mlp_x @ vectors["router"].double().T
+                by = router if routed_by is None else routed_by[layer].double()
+                gated, y = self._routed(w, by, mlp_x, root, rounded)
             else:
                 gate, up = (product("gate_up", mlp_x) * root[:, None] + bias("gate_up")).unflatten(1, (-1, 2, 8)).unbind(2)
                 gated = rounded((torch.nn.functional.silu(gate) * up).flatten(1))
@@ -226,17 +231,18 @@ class Case:
             h = rounded(h + y + bias("down"))
             x, squares = rounded(h * vectors["next_gamma"].double()), h.square().sum(1)
             found.append({"qkv": qkv, "attended": attended, "mlp_x": mlp_x, "gated": gated, "next_x": x})
+            if shape.experts:
+                found[-1]["logits"] = router
         logits = None
         if self.head is not None:
             logits = x @ self.head_matrix.T * (2 / (squares / shape.hidden + self.eps).sqrt())[:, None]
             logits = logits + self.head_vectors.get("head bias", torch.zeros((), device=self.device)).double()
         return h, x, squares, logits, found
 
-    def _routed(self, w, router, x, root, rounded):
+    def _routed(self, w, logits, x, root, rounded):
         """(gated of the chosen experts of all tokens one after another, their weighted sums [M, H])."""
-        logits = x @ router.double().T * root[:, None]
         rule = RouterRule(self.table.shape.top_k, normalize=self.normalize)
-        experts, weights = choose_reference(logits, None, rule)
+        experts, weights = choose_reference(logits * root[:, None], None, rule)
         gated, y = [], torch.zeros_like(x)
         for token in range(len(x)):
             for e, weight in zip(experts[token].tolist(), weights[token].double(), strict=True):
@@ -278,7 +284,10 @@ class Case:
         return torch.stack(outputs)
 
     def vector(self, vectors: Tensor, layer: int, name: str, width: int) -> Tensor:
-        """A 16-bit vector [M, width] of a layer in `vectors`; "gated" of experts is [1, width]."""
+        """A 16-bit vector [M, width] of a layer in `vectors`; "gated" of experts is [1, width], and "logits" are float32."""
+        if name == "logits":
+            start = layer * self.table.start("end") + self.table.start(name)
+            return vectors[start : start + self.table.shape.tokens * width].view(torch.float32).view(-1, width)
         start = layer * self.table.start("end") + self.table.start(name)
         count = (self.table.shape.x_rows("down") if name == "gated" else self.table.shape.tokens) * width
         return vectors[start : start + count // 2].view(self.dtype).view(-1, width)
