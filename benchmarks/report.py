@@ -112,8 +112,9 @@ def markdown(
             f"the results hold no row of lowbit{'' if rows is None else ' with M in ' + ', '.join(map(str, rows))}"
         )
     parts = [_where(document)]
+    beside = any(line.peer is not None for line in found)
     for n, k in dict.fromkeys((line.n, line.k) for line in found):
-        parts += [f"**N = {n}, K = {k}**", _shape_table([line for line in found if (line.n, line.k) == (n, k)])]
+        parts += [f"**N = {n}, K = {k}**", _shape_table([line for line in found if (line.n, line.k) == (n, k)], beside)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -130,8 +131,7 @@ def _where(document: dict[str, Any]) -> str:
     )
 
 
-def _shape_table(found: list[Line]) -> str:
-    beside = any(line.peer is not None for line in found)
+def _shape_table(found: list[Line], beside: bool) -> str:
     head = ("format", "M", "lowbit", "limit", "of limit", "cuBLAS fp16", "x cuBLAS", "best peer", "x peer")[
         : 9 if beside else 7
     ]

@@ -219,7 +219,7 @@ def masks_of(states: abc.Sequence[GrammarState | None], words: int, *, pinned: b
     """
     used = [(state, row) for row, state in enumerate(states) if state is not None]
     widest = max((state.words for state, _ in used), default=words)  # more than `words` if the tokenizer has more tokens
-    masks = torch.empty((len(states), widest), dtype=torch.int32, pin_memory=pinned)
+    masks = torch.empty((len(states), widest), dtype=torch.int32, pin_memory=pinned and widest == words)
     masks.numpy().fill(-1)  # NumPy fills in this thread; torch's threads would take cores from the threads that compute masks
     if len(used) == 1:
         ((state, row),) = used

@@ -125,7 +125,7 @@ class Adapters:
         products = sorted({name for layer in self.layers for name in layer}, key=PRODUCTS.index)
         size = f"{self.nbytes / 2**20:.1f} MiB"
         of = f"{', '.join(products)} of {len(self.layers)} layers"
-        more = f"{len(products)} launches a layer more in steps of five, else {2 * len(products)}"
+        more = f"{len(products)} launches a layer more in fused steps whose epilogues add them, else {2 * len(products)}"
         return f"LoRA adapters {', '.join(self.names)} in {size}, of {of}: {more}"
 
     @classmethod

@@ -93,7 +93,7 @@ def choose_isolation(unsafe: bool = False) -> str:
 def run_untrusted(program: str, limits: Limits = STANDARD, language: str = PYTHON, isolation: str | None = None) -> Outcome:
     """Runs a program in "python" or "javascript" in an isolated process; returns whether it completed without an exception.
 
-    The process has an empty working directory, no environment variables of its parent and no input; its output is discarded. It
+    The process has an empty working directory, no variables of its parent's shell and no input; its output is discarded. It
     can only read the interpreter's files and only write to its folder. `sys.exit`, a signal and an exceeded limit count as
     failures. In JavaScript a `require` of a module that `guard.js` does not allow is a failure too. `isolation` None means
     `choose_isolation()`.

@@ -36,7 +36,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def prepare_libraries() -> None:
-    """Sets the environment variables above for the libraries in this process and for processes that it starts."""
+    """Sets the variables above for the libraries in this process and for processes that it starts."""
     for name, value in (WITHOUT_MULTICAST | WITHOUT_WATCHDOG).items():
         os.putenv(name, value)
 

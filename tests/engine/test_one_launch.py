@@ -33,7 +33,7 @@ from lowbit.formats import parse_scheme
 from lowbit.formats.kv import KV16, parse_kv
 from lowbit.hardware.machine import GPUS, typical_machine
 from lowbit.kernels.choose import decode_step
-from lowbit.kernels.choose.decode_step import WAITS, Faster, StepTable
+from lowbit.kernels.choose.decode_step import WAITS, Faster, StepTable, UnitForm
 from lowbit.models.head import quantize_head
 from lowbit.nn import convert
 from lowbit.ops.decode_step import DecodeStepLaunch, decode_step_refusals
@@ -268,13 +268,15 @@ def test_where_it_is_faster(emulated, monkeypatch):
     """Without a choice of the caller, steps are one launch where that was measured to be faster."""
     model = packed(model_of("llama", torch.float16), "w4a16_g128", skip=lambda module: "lm_head" in module)
     program = program_of(model)
-    monkeypatch.setattr(decode_step, "FASTER", (Faster("H200", 1, 4, 0, 10**6, 512), Faster("H200", 2, 4, 10**6, 10**9, 512)))
+    kind = UnitForm(4, 32), model.config.num_attention_heads // model.config.num_key_value_heads
+    rows = (Faster("H200", 1, *kind, 0, 10**6, 512), Faster("H200", 2, *kind, 10**6, 10**9, 512))
+    monkeypatch.setattr(decode_step, "FASTER", rows)
     one = launch_of(program, measured=True)
     assert str(one) == "steps of 1 (contexts up to 512) tokens: one launch"
     slots = Slots(2, 256, 160, (), torch.device("cpu"))
     assert one.computes(1, slots, 512) and one.computes(1, slots, 0)
     assert not one.computes(1, slots, 513) and not one.computes(2, slots, 100)
-    monkeypatch.setattr(decode_step, "FASTER", (Faster("H100", 1, 4, 0, 10**6, 512),))
+    monkeypatch.setattr(decode_step, "FASTER", (Faster("H100", 1, *kind, 0, 10**6, 512),))
     (reason,) = launch_of(program, measured=True)
     assert reason.startswith("it was not measured to be faster for layers of 0 MB on H200")
 

@@ -278,6 +278,19 @@ def test_tokens_that_wait_are_counted_while_another_thread_submits():
     assert min(counts) >= 40 * 41 // 2 - 40 and max(counts) <= 40 * 41 // 2
 
 
+@pytest.mark.parametrize("budget", [1, 5, 15, 16, 100])
+def test_prompts_advance_beside_a_sequence_that_decodes_on(budget):
+    """Also by a budget that is smaller than the least part of a chunk."""
+    host = Host(2, 8, 128, budget=budget)
+    long, other = sequence_of(prompt(3, 0), 300), sequence_of(prompt(40, 1), 1)
+    host.scheduler.add(long)
+    host.step()
+    host.scheduler.add(other)
+    for _ in range(-(-40 // budget) + 3):
+        host.step()
+    assert long.finish_reason is None and other.finish_reason is not None
+
+
 def test_a_budget_splits_chunks_beside_decoding_sequences():
     """Only then; `invariant` keeps whole chunks."""
     for invariant in (False, True):

@@ -53,12 +53,12 @@ def test_the_table_has_a_row_for_each_case_calibrated_by_default():
 
 def test_short_files_add_cases_and_no_models():
     whole, short, other = (document(row("w8a16", "rtn", both(kl), bits=8.0)) for kl in (0.1, 0.2, 0.3))
-    short["rows"].append(row("w8a8", "rtn", both(0.4), bits=8.0))
+    short["rows"] += [row("w8a8", "rtn", both(0.4), bits=8.0), row("w4a16_pc", "rtn", both(0.9), bits=4.0)]
     for made, name in ((whole, "m"), (short, "m"), (other, "n")):
         made["request"] |= {"model": name, "settings": {"windows": 2, "window": 8}}
         made["weights"] = {"linear": 100, "other": 10}
     (model,) = curves([whole], [short, other])["models"]
-    assert [(r["scheme"], r["kl"]) for r in model["rows"]] == [("w8a16", 0.1), ("w8a8", 0.4)]
+    assert [(r["scheme"], r["kl"]) for r in model["rows"]] == [("w8a16", 0.1), ("w8a8", 0.2)], "on the scale of w8a16"
 
 
 def test_documents_of_one_model_and_other_texts_stay_apart():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -74,4 +73,5 @@ def test_kept_results_are_in_the_page():
     assert f"<!-- {MARK} -->\n{table(documents)}\n<!-- /{MARK} -->" in page
     keys = {case.key for case in CASES} | {"16 bits"}
     assert all({row["key"] for row in document["rows"]} <= keys for document in documents)
-    assert json.loads((ROOT / sizes.RESULTS / "smollm2-135m-instruct.json").read_text()) in [dict(d) for d in documents]
+    weights = [document["weights"]["linear"] for document in documents]
+    assert weights == sorted(weights) and weights[0] > 10**8 and weights[2] > 10**9

@@ -595,12 +595,14 @@ def wait_of(status: int) -> tuple[int, str]:
 @dataclass(frozen=True)
 class Faster:
     """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps
-    of `tokens` tokens, for layers whose weights have `bits` bits, of which a step reads `least_bytes` to `most_bytes`, in
-    contexts of up to `context` tokens. `experts`: of MLPs that are experts, else of dense ones."""
+    of `tokens` tokens, for layers whose products all have weights of `form`, of which a step reads `least_bytes` to
+    `most_bytes`, with `group` heads for each kv head, in contexts of up to `context` tokens. `experts`: of MLPs that are
+    experts, else of dense ones."""
 
     gpu: str
     tokens: int
-    bits: int
+    form: UnitForm
+    group: int
     least_bytes: int
     most_bytes: int
     context: int
@@ -608,9 +610,9 @@ class Faster:
 
 
 FASTER = (
-    Faster("H200", 1, 4, 100 * 10**6, 130 * 10**6, 8192),
-    Faster("H200", 2, 4, 100 * 10**6, 130 * 10**6, 1024),
-    Faster("H200", 1, 8, 200 * 10**6, 240 * 10**6, 1024),
+    Faster("H200", 1, UnitForm(4, 32), 4, 100 * 10**6, 130 * 10**6, 8192),
+    Faster("H200", 2, UnitForm(4, 32), 4, 100 * 10**6, 130 * 10**6, 1024),
+    Faster("H200", 1, UnitForm(8), 4, 200 * 10**6, 240 * 10**6, 1024),
 )
 """All such measurements: of 2026-11-28, one H200, Llama-3-8B's shape with an 8-bit head, us of one launch / of launches:
 w4a16_g128 at 1 token 1,341 / 1,504 (8 layers at 8,192 tokens 503 / 551), at 2 tokens 1,500 / 1,569; w8a16 at 1 token, 8 layers,
@@ -621,7 +623,8 @@ where there is none."""
 
 def faster_context(shape: StepShape, machine: Machine) -> int:
     """Returns the longest context in which one launch was measured to be faster; 0 if there is none."""
-    bits = {form.bits for product in LAYER_PRODUCTS for form in shape.forms_of(product)}
-    kind = shape.tokens, bits, shape.experts > 0
-    rows = (row for row in FASTER if machine.product.startswith(row.gpu) and (row.tokens, {row.bits}, row.experts) == kind)
+    forms = {form for product in LAYER_PRODUCTS for form in shape.forms_of(product)}
+    kind = shape.tokens, forms, shape.attention.group, shape.experts > 0
+    fitting = (row for row in FASTER if machine.product.startswith(row.gpu))
+    rows = (row for row in fitting if (row.tokens, {row.form}, row.group, row.experts) == kind)
     return max((row.context for row in rows if row.least_bytes <= shape.layer_bytes <= row.most_bytes), default=0)

@@ -165,8 +165,8 @@ def test_where_one_launch_is_faster(monkeypatch):
     assert faster_context(LLAMA, h200) == 8192
     assert faster_context(dataclasses.replace(LLAMA, tokens=4), h200) == faster_context(MIXED, h200) == 0
     rows = (
-        Faster("H200", 1, 4, 10**8, 2 * 10**8, 1024), Faster("H200", 1, 4, 0, 2 * 10**8, 512),
-        Faster("H200", 1, 6, 0, 10**9, 99), Faster("H100", 1, 4, 0, 10**9, 9999),
+        Faster("H200", 1, INT4, 4, 10**8, 2 * 10**8, 1024), Faster("H200", 1, INT4, 4, 0, 2 * 10**8, 512),
+        Faster("H200", 1, FP6, 3, 0, 10**9, 99), Faster("H100", 1, INT4, 4, 0, 10**9, 9999),
     )  # fmt: skip
     monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", rows)
     assert faster_context(LLAMA, h200) == 1024
@@ -174,7 +174,7 @@ def test_where_one_launch_is_faster(monkeypatch):
     assert faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 99
     assert faster_context(LLAMA, dataclasses.replace(h200, product="H100 80GB HBM3")) == 9999
     assert EXPERTS.layer_bytes < 2 * 10**8 and faster_context(EXPERTS, h200) == 0
-    monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", (dataclasses.replace(rows[1], experts=True),))
+    monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", (dataclasses.replace(rows[1], group=8, experts=True),))
     assert faster_context(EXPERTS, h200) == 512 and faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 0
 
 

@@ -273,6 +273,7 @@ def test_arguments_arrive_under_their_names():
         given = dict(zip(names, noted[0], strict=True))
         own |= {"x": x, "w": weight[0], "scale": weight[1], "channel_scale": weight[2], "bias": bias, "x_factor": 0.25}
         own |= {"partial": room[0], "arrived": room[1], "C": plan.config, "factor": plan.factor}
+        own |= dict.fromkeys(("t", "b", "adapter_of"))  # no adapters
         assert all(given[name] is value or given[name] == value for name, value in own.items())
         sizes = {"M": 3, "N": 64, "K": 256, "x_stride": 256, "row_blocks": 4, "tiles": 4, "scale_stride": 32, "iterations": 1}
         assert {name: given[name] for name in sizes} == sizes and set(given) == set(own) | set(sizes)
