@@ -9,7 +9,7 @@ A fusion's name stands for it and all earlier ones:
     stem      the max-pool computed inside the first convolution
     blocks    in stage 1, one kernel for the second and third convolution of a block and the first one of the next block
     pairs     in stages 2 and 3, one kernel for the third convolution of a block and the first one of the next block
-    whole     and the second one of the block, where it keeps the size
+    whole     as pairs, with the second convolution of the first block in the same kernel where it has stride 1
 """
 
 from __future__ import annotations

@@ -490,7 +490,8 @@ def _limits(chosen: SchemeOption, plan: Plan, model: PreTrainedModel) -> list[st
 def _nothing_fits(
     model: PreTrainedModel, candidates: Sequence[SchemeOption], budget: float | None, kv: int, divergence: float | None
 ) -> str:
-    """Returns why no option fits and which one comes closest; `budget` excludes the KV cache."""
+    """Returns why no option fits and which one comes closest. The bytes of the KV cache are already subtracted from
+    `budget`."""
     if not candidates:
         return "none of its layers can be quantized by a measured scheme"
     small, near = min(candidates, key=lambda c: (c.bytes, c.kl)), min(candidates, key=lambda c: c.kl)

@@ -159,8 +159,8 @@ class Engine:
         self._model, self.device, self.vocab = model, model.device, model.config.get_text_config().vocab_size
         self._positions = _positions(model)
         self.max_length = min(max_length or self._positions, self._positions)
-        # The model keeps using the weights that the program joins, and may be trained. So the joined weights are made in
-        # inference mode only if the model's own weights were.
+        # The model keeps using the weights that the program joins to one matrix, and may be trained, which tensors made in
+        # inference mode cannot be. So the joined weights are made in inference mode only if the model's own weights were.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = program_for(
                 model, self.max_length, batch_invariant, forward, parse_kv(kv), persistent_step, ranks

@@ -248,7 +248,7 @@ class PackedProducts:
         """Those of a module of experts whose weights are packed as `gate_up` and `down`."""
         first, second = experts.packed().values()
         bias, down_bias = (None if t is None else t.detach() for t in experts._biases())
-        # The product with 8-bit activations has no gate, so its weight keeps the matrix's order.
+        # The product with 8-bit activations does not fuse the gate, so rows of gate and up are not interleaved in its weight.
         rows = None if isinstance(gate_up, ExpertOperandWeight) else first.row_order
         if rows is not None and bias is not None:
             bias = bias[:, rows.to(bias.device)].contiguous()

@@ -128,8 +128,8 @@ def subnormal_codes(fmt: IntFormat, dtype: HalfType) -> SubnormalCodes:
 
 
 def _placed(codes: list[tuple[str, Slot]], mantissa: int) -> Iterator[tuple[str, Slot, int]]:
-    """Yields word, slot and right shift for each register. There is no shift if the code fits into the mantissa where it is,
-    some bits above bit 0."""
+    """Yields word, slot and right shift for each register. A code keeps the shift of the word's previous code, at first
+    none, while it then fits into the mantissa; otherwise it is shifted down to bit 0."""
     down, before = 0, ""
     for word, slot in codes:
         if word != before or slot[0] < down:

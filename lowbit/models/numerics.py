@@ -248,7 +248,7 @@ def _expert_inputs(module: QuantExperts, size: float) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _of_experts(reader: CheckpointReader, device: torch.device) -> Iterator[tuple[str, LayerSums]]:
-    """Yields the record of each layer of experts, of which one at a time is in memory."""
+    """Yields name and output sums of each layer of experts. One layer at a time is in memory."""
     from lowbit.models.load import placed_skeleton
 
     assert reader.manifest is not None

@@ -267,8 +267,8 @@ class PackedWeight(PackedParameters):
         return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, transform, correction)
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weights [N, K] for the untransformed x, in `dtype`. Raises UnsupportedProblem with
-        `dequantize_refusals`.
+        """Returns the weights [N, K] for the untransformed x, in `dtype`. Raises UnsupportedProblem if
+        `dequantize_refusals` has reasons.
         """
         if refusals := self.dequantize_refusals():
             raise UnsupportedProblem("; ".join(refusals))

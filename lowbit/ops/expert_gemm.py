@@ -169,7 +169,7 @@ def _check(a: ExpertArguments) -> Scheme:
             raise ValueError(f"expert_gemm: {name} of {count} experts is [{count}, ..], got {tuple(t.shape)}")
     if a.x.dim() != 2:
         raise ValueError(f"expert_gemm: x is [T, K], or [T * top_k, K] with per_slot, got {tuple(a.x.shape)}")
-    # A CPU also supports float32; it is checked in place of a 16-bit type.
+    # `check_product` accepts 16-bit x only, but a CPU also computes float32, so it is given bf16 in that case.
     dtype = torch.bfloat16 if a.x.device.type == "cpu" and a.x.dtype == torch.float32 else a.x.dtype
     of_one = (_spec_of_one(t) for t in (a.codes, a.scale, a.channel_scale, a.bias))
     codes, scale, channel_scale, bias = meta_tensors(of_one)

@@ -210,7 +210,7 @@ def _is_head(name: str) -> bool:
 
 
 def source_of(config: Mapping[str, Any]) -> WeightSource:
-    """Returns the matrices that a `quantization_config` describes. Raises CheckpointError for an invalid field."""
+    """Returns the source of the matrices of a `quantization_config`. Raises CheckpointError for an invalid field."""
     method = config.get("quant_method")
     if method == METHOD and "layers" in config:
         return OwnCheckpoint(Manifest.from_dict(config, WHERE))

@@ -182,7 +182,8 @@ def test_experts_with_8_bit_activations_as_a_gpu_runs_them(name, monkeypatch):
 @pytest.mark.parametrize("scheme", [None, "w8a16", "w4a16_g32"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_gpu_runs(name, scheme, dtype, batch_invariant, monkeypatch):
-    """Router, products by slot, and their sum in the next norm. In bf16 the logits of up to 16 tokens are not rounded."""
+    """The program with the operators of a GPU computes what the model does: router, products by slot, and their sum in the next
+    norm. For up to 16 tokens its router does not round the logits, as the model does in bf16."""
     model = tiny_experts(name, dtype)
     if scheme is not None:
         convert(model, scheme)

@@ -223,8 +223,8 @@ def _stem_candidates(spec: ConvSpec, pixels: int, machine: Machine, images: Stem
 
 
 def strip_rows(pixels: int, width: int, kernel: int, step_bytes: int) -> int:
-    """Number of rows of a strip: the pixels of a tile and around it that its windows cover. The strip's bytes are a multiple of
-    1 KiB."""
+    """Number of pixels of a strip, each a row in shared memory: those of a tile and the neighbours that its windows read.
+    It is rounded up so that the strip's bytes are a multiple of 1 KiB."""
     rows, unit = pixels + kernel // 2 * 2 * (width + 1), UNIT // step_bytes
     return -(-rows // unit) * unit
 

@@ -70,7 +70,8 @@ def philox(seed: int, counter: int) -> int:
 
 
 def masses(keys: Tensor) -> Tensor:
-    """Returns int64 masses 2^(40 - key / 2^15) of int64 keys in [0, KEYS]: an integer polynomial, rounded down."""
+    """Returns int64 masses 2^(40 - key / 2^15) of int64 keys in [0, KEYS], 0 at KEYS: an integer
+    polynomial, rounded down."""
     fraction = (keys & ((1 << OCTAVE_BITS) - 1)) << (32 - OCTAVE_BITS)
     power = torch.full_like(keys, COEFFICIENTS[-1])
     for c in (*COEFFICIENTS[-2::-1], 1 << 31):

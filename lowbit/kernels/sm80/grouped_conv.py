@@ -87,7 +87,7 @@ def grouped_kernel(
 
 
 class PreparedGrouped(ConvPlan):
-    """A layer in groups on one GPU; `layout` is the order of its weights."""
+    """A grouped convolution, prepared for the kernel on one GPU; `layout` is the order of its weights."""
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, layout: GroupedBlocks) -> None:
         super().__init__(spec, packed)

@@ -127,7 +127,7 @@ class PackedAttention:
     store_pair = "st.volatile.shared.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0;"
     store_shared = "st.shared.f32 [$1], $2; mov.b32 $0, 0;"
 
-    # The following instructions move 8 neighbouring elements of a thread. Their outputs are $0 to $7.
+    # The following instructions move 8 neighbouring elements of a thread. Outputs are $0 to $7; those of stores are dummies.
     store_chunk = _dummies("setp.ne.s32 some, $20, 0; @some st.shared.v4.b32 [$12], {$8, $9, $10, $11};")
     store_chunk_constraints = ",".join(["=r"] * 8 + ["r"] * 4 + ["r"] * 16)
     store_floats = _dummies(

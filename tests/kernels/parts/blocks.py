@@ -27,7 +27,7 @@ def lanes(values):
 class Memory:
     """A tensor in global memory that counts the stores to each element; a Pointer is a Memory and indices into it.
 
-    `values` may be a view, starting at byte `address`, of the bytes that cp.async reads.
+    cp.async reads one array of bytes. `values` may be a view of it, which starts at byte `address`.
     """
 
     def __init__(self, values, address=0):

@@ -97,7 +97,7 @@ def test_costs_that_are_not_in_the_digest_write_nothing():
             for name, imported in importing.findall(path.read_text()):
                 taken |= set(re.findall(r"\w+", imported)) if name in names else set()
     # These names are allowed: the result of shared_by is a field of RingGemm, share_refusals are reasons not to launch, and
-    # expert_blocks is the grid. FEW_ROWS and MANY_ROWS are rows that a plan refuses or takes, and a field of its configuration.
+    # expert_blocks is the grid. FEW_ROWS and MANY_ROWS are the heights of tiles that a plan accepts.
     tiles = {"MmaTile", "RingTile", "WgmmaTile", "ScaledTile"}
     hosts = {"expert_blocks", "shared_by", "share_refusals", "FEW_ROWS", "MANY_ROWS"}
     assert taken == {"ExpertShape", "GemmShape", "ScaledShape", *tiles, *hosts}

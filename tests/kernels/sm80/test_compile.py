@@ -76,7 +76,8 @@ def test_what_belongs_to_rows_is_on_its_way_before_the_main_loop():
 
 @pytest.mark.parametrize(
     ("sm", "dtype"),
-    # Before sm_90 bf16 has no add or multiply instruction: bf16 runs on both sides. sm_86 has the instructions of 80 and 89.
+    # bf16 has add and multiply instructions from sm_90 on, so it is compiled for a machine before and for one after. sm_86 is
+    # left out: its instructions are those of 80 and 89.
     [(80, "fp16"), (80, "bf16"), (89, "fp16"), (90, "fp16"), (100, "fp16"), (120, "bf16")],
 )
 def test_every_machine(sm, dtype):

@@ -139,7 +139,8 @@ def test_functions_and_codes(m, function):
     _, kernel = eight("w8a8", m, dtype=torch.int8, function=function)
     assert kernel.stack_bytes == 0 and kernel.count("MUFU.EX2") > 0 and kernel.count("UTMASTG") > 0
     config, kernel = narrow("w4a8_g128", m, dtype=torch.int8, function="relu")
-    # With 256 tokens, Triton 3.9 keeps more of the epilogue in local memory than 3.6, but nothing of the main loop.
+    # With tiles of 256 tokens (`by_halves`), Triton 3.9 keeps more of the epilogue in local memory than 3.6, but nothing of the
+    # main loop.
     assert kernel.stack_bytes <= (144 if config.by_halves and TRITON >= (3, 9) else 80) and kernel.count("MUFU.EX2") == 0
     products = [i for i, line in enumerate(kernel.lines) if "GMMA" in line]
     spilled = [i for i, line in enumerate(kernel.lines) if re.search(r"\b(LDL|STL)\b", line)]
