@@ -27,7 +27,8 @@ class Stages:
 @gluon.jit
 def row_blocks(out, C: gl.constexpr):
     """out int32 [blocks, 2]: the first row block of a block and the one after its last."""
-    first, end = own_row_blocks(C.product, C)
+    PRODUCT: gl.constexpr = C.product
+    first, end = own_row_blocks(PRODUCT, C)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     at = out + 2 * gl.program_id(0) + lane * 0
     gl.store(at, first + lane * 0)
