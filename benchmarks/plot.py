@@ -79,8 +79,8 @@ def _panel(axis: Any, rows: list[dict[str, Any]], first: bool, named: list[str],
         return [row["m"] for row in own], [row["cublas_fp16_us"] / row["us"] for row in own]
 
     axis.axhline(1, color=theme.rival, linewidth=1)
-    # The limit is drawn only where memory is the limit. With more tokens the operations are, and their measured rate is no true
-    # limit: products that draw less power exceed it.
+    # The limit is drawn only where reading memory takes longer than the operations. The measured rate of operations is no upper
+    # bound, since products that draw less power exceed it.
     bound = sorted(
         {(r["m"], r["cublas_fp16_us"] / r["limit_us"]) for r in rows if r["impl"] == OWN and r["limit_us"] > r["compute_us"]}
     )

@@ -21,7 +21,7 @@ LEAST_TOKENS = 4
 """Fewest tokens of a prompt or output of a mix."""
 
 MOST_TRIES = 10_000
-"""Number of times that lengths are drawn before a mix is rejected as too long for the model."""
+"""Most attempts to draw lengths that the model can hold. After as many the mix is rejected as too long for the model."""
 
 AFTER_FAILURE_SECONDS = 0.1
 """Pause of a stream after a failed request, to avoid flooding an unreachable server."""

@@ -27,7 +27,7 @@ def test_words_hold_neighbours_along_k(bits):
 
 
 def test_scales_of_channels_are_in_the_order_of_accumulators():
-    """Of 32 channels, a thread of mma.sync holds two adjacent ones from each of the four tiles of 8."""
+    """32 channels are four tiles of 8; a thread of mma.sync holds two adjacent channels of each tile."""
     order = gemm_rivals.channel_scales(torch.arange(64.0)[:, None], torch.float32)
     assert order.shape == (1, 64) and order[0, :8].tolist() == [0, 1, 8, 9, 16, 17, 24, 25]
     assert sorted(order[0].tolist()) == [*range(64)] and order[0, 32:].min() == 32

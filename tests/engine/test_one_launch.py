@@ -325,22 +325,15 @@ def _named(w, number):
     return dataclasses.replace(w, scheme=scheme)
 
 
-def test_an_engine_on_a_simulated_gpu():
-    """A whole engine binds its pages, and its kernels, recorded without a GPU, include the cooperative launch."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
-    model = model_of("llama", torch.float16, **sizes)
-    convert(model, "w4a16_g128")
-    with simulated_gpu(GPUS["h200"]) as device, recording() as kernels:
-        engine = Engine(model.to(device), max_concurrent=4, max_length=512, persistent_step=True)
-        assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: one launch"
-    options = [kernel.options for kernel in kernels if kernel.name == "decode_step"]
-    assert [option["launch_cooperative_grid"] for option in options] == [True]
-
-
-def test_experts_on_a_simulated_gpu():
-    """An engine computes small steps of a mixture of experts in one launch, and reports it."""
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
-    model = model_of("qwen3 moe", torch.bfloat16, **sizes)
+@pytest.mark.parametrize(
+    ("name", "dtype", "width"),
+    [("llama", torch.float16, "intermediate_size"), ("qwen3 moe", torch.bfloat16, "moe_intermediate_size")],
+)
+def test_an_engine_on_a_simulated_gpu(name, dtype, width):
+    """A whole engine, dense or of experts, reports one launch for small steps. Its kernels, recorded without a GPU, include the
+    cooperative launch."""
+    sizes = {"hidden_size": 512, width: 1024 if name == "llama" else 256, "num_attention_heads": 8, "num_key_value_heads": 2}
+    model = model_of(name, dtype, **sizes)
     convert(model, "w4a16_g128")
     with simulated_gpu(GPUS["h200"]) as device, recording() as kernels:
         engine = Engine(model.to(device), max_concurrent=4, max_length=512, persistent_step=True)

@@ -279,7 +279,7 @@ def test_rows_of_the_ring_kernel_have_the_same_bits_in_every_batch(scheme):
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.product)
 @pytest.mark.parametrize("scheme", SIXTEEN[:3] + EIGHT[:2])
 def test_one_row_takes_a_layer_of_experts(scheme, machine):
-    """Of the kernels for experts, exactly one takes a layer of experts. None of them takes a single matrix."""
+    """Exactly one kernel for experts takes a layer of experts, and no kernel for experts takes a single matrix."""
     for m in MS:
         problem = replace(on_h200(scheme, m, (1536, 2048)), machine=machine, experts=128, top_k=8)
         kernel = choose(problem)

@@ -217,7 +217,7 @@ def test_half_closed_clients_get_their_answer(stream, version, free):
 
 
 def test_half_closed_with_pipelined_requests(free):
-    """Of pipelined requests before a half-close, the complete ones are answered, the incomplete one is not."""
+    """A client sends four requests at once, the last one incomplete, and closes its side: three are answered."""
     short = post({**ASKED, "max_tokens": 2})
     answer = raw(free, short * 3 + short[:-5], end=True)
     assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b"text_completion") == 3

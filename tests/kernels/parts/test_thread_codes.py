@@ -16,8 +16,7 @@ from tests.kernels.parts.threads import run
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 def test_registers_of_columns(columns):
-    """Of each group of 32 columns, a thread has 8 in each of its two rows, which are 8 apart. Every register belongs to one
-    group."""
+    """A thread has two rows, 8 apart, and in each row 8 of every group of 32 columns. A register holds columns of one group."""
     rows, places = (part.reshape(128, -1) for part in wgmma_s8(columns).c.coordinates())
     seen = []
     for group in range(columns // 32):
