@@ -348,8 +348,8 @@ def e2e(
     models: Annotated[
         str,
         typer.Option(
-            help="Shapes, separated by commas: Llama-3-8B, Llama-2-13B, Llama-2-70B, OPT-30B, Qwen3-30B-A3B, Mixtral-8x7B, "
-            "gpt-oss-20b, OLMoE-1B-7B."
+            help="Shapes, separated by commas: Llama-3-8B, Llama-2-13B, Llama-2-70B, SmolLM2-135M, OPT-30B, Qwen3-30B-A3B, "
+            "Mixtral-8x7B, gpt-oss-20b, OLMoE-1B-7B."
         ),
     ] = "Llama-3-8B",
     schemes: Annotated[
@@ -367,6 +367,9 @@ def e2e(
         typer.Option(help="Formats of keys and values: 16, fp8, int8, int4, or mixes of two; 16-bit weights take the first."),
     ] = "16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
+    one_launch: Annotated[
+        bool, typer.Option("--one-launch", help="Time each step of 1, 2, 4 or 8 tokens by launches and in one launch.")
+    ] = False,
     rivals: Annotated[str, typer.Option(help="Of the same model: eager, static (Transformers' generate), or none.")] = "none",
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-e2e.json.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
@@ -417,6 +420,7 @@ def e2e(
             layers,
             rival_names,
             formats,
+            one_launch,
         )
         path, document = run(config, out_file, say)
         say(f"wrote {path}")

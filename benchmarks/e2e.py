@@ -29,6 +29,7 @@ from lowbit.engine.block_pool import pages_for
 from lowbit.engine.chain import Chain
 from lowbit.engine.decode_runner import DecodeRunner, DecodeStep
 from lowbit.engine.graphs import Graphs
+from lowbit.engine.one_launch import OneLaunch
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import on_device
@@ -69,6 +70,8 @@ PROTOCOL = (
     "(experts_hit; experts_hit_once: the mean over the layers of one step of the measured model), and of layers with a window "
     "the keys and values within it. Quantized experts of a layer have the rows of one Gaussian matrix, each in other places. "
     "Experts in 16 bits take torch._grouped_mm. "
+    "With --one-launch a step is timed by several launches a layer (impl lowbit) and in one launch (impl lowbit one launch), "
+    "whichever the engine chooses; without, as it chooses. "
     "bf16_ms_per_token is the ms_per_token of that row, with keys and values in 16 bits too. impl transformers: the same "
     "model's own `generate`, the time of 8 tokens more, its cache dynamic or, compiled, static. kernels: of each how often it "
     "runs in a step, its microseconds from start to end, and those that it adds, from the end of the kernel before to its own; "
@@ -91,6 +94,7 @@ class E2EConfig:
     layers: int | None = None
     rivals: tuple[str, ...] = ()
     kv: tuple[str, ...] = ("16",)
+    one_launch: bool = False
 
 
 def run(config: E2EConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
@@ -157,7 +161,7 @@ def _rows_of_engine(
     """Yields the rows of one model and one format of keys and values. `blank` has the columns that all rows share."""
     cases = [(batch, context) for context in config.contexts for batch in config.batches]
     try:
-        engine = engine_for(model, cases, kv)
+        engine = engine_for(model, cases, kv, config.one_launch or None)
         for stage in engine.compile():
             progress(f"{said}: compiling, {stage.done} of {stage.total} kernels")
         rate, in_products = _prefill(engine)
@@ -171,6 +175,11 @@ def _rows_of_engine(
         try:
             measured, read = (_decode if blank["scheme"] else _better), weight_bytes(model, batch)
             row |= experts_of_a_step(engine, model, batch, context)
+            if config.one_launch:
+                yield {**row, **_launches(measured, engine, batch, context, read, bandwidth)}
+                if not computes_in_one_launch(engine, batch, context):
+                    continue
+                row["impl"], measured = "lowbit one launch", _decode
             yield {**row, **measured(engine, batch, context, read, bandwidth), **_request(engine, batch)}
         except failures() as error:
             yield {**row, "error": reason(error)}
@@ -182,12 +191,15 @@ def dtype_of(model: str) -> str:
     return "bfloat16" if experts_per_token(SHAPES[model]()) else "float16"
 
 
-def engine_for(model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]], kv: str = "16") -> Engine:
-    """Returns an engine with a KV cache of the format `kv`, large enough for every case, as far as memory allows."""
+def engine_for(
+    model: PreTrainedModel, cases: abc.Sequence[tuple[int, int]], kv: str = "16", one_launch: bool | None = None
+) -> Engine:
+    """Returns an engine with a KV cache of the format `kv`, large enough for every case, as far as memory allows.
+    `one_launch`: of `Engine.persistent_step`."""
     longest = max(context for _, context in cases) + 4 * REPLAYS
     engine = Engine(
         model, max_concurrent=max(batch for batch, _ in cases), max_length=max(longest, PROMPT + OUTPUT), kv=kv,
-        prefix_caching=False,
+        prefix_caching=False, persistent_step=one_launch,
     )  # fmt: skip
     program = engine.program
     if not isinstance(program, DecodeProgram) or program.cache is None:
@@ -252,6 +264,29 @@ def experts_of_a_step(engine: Engine, model: PreTrainedModel, batch: int, contex
     return {"experts_hit": experts_hit(batch, top_k, count), **once}
 
 
+def computes_in_one_launch(engine: Engine, batch: int, context: int) -> bool:
+    """Returns whether the engine computes the timed steps of a case in one launch."""
+    one_launch = engine.program.one_launch if isinstance(engine.program, DecodeProgram) else None
+    return isinstance(one_launch, OneLaunch) and one_launch.computes(batch, engine.slots, context + 4 * REPLAYS)
+
+
+@torch.inference_mode()
+def _launches(
+    measured: Callable[..., dict[str, Any]], engine: Engine, batch: int, context: int, held: float, bandwidth: float
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the row of a step that takes several launches a layer, of an engine that may compute it in one."""
+    program = engine.program
+    assert isinstance(program, DecodeProgram)
+    one_launch, program.one_launch = program.one_launch, None
+    try:
+        if measured is _better:
+            return _better(engine, batch, context, held, bandwidth)
+        steps = DecodeRunner(program, engine.slots, batch, graphs=Graphs(engine.device))
+        return _decode(engine, batch, context, held, bandwidth, steps)
+    finally:
+        program.one_launch = one_launch
+
+
 @torch.inference_mode()
 def _better(engine: Engine, batch: int, context: int, held: float, bandwidth: float) -> dict[str, Any]:
     """Measures a step of 16-bit weights by cuBLAS and, where it takes the batch, by the small-M kernel. Returns the row of the
@@ -260,7 +295,8 @@ def _better(engine: Engine, batch: int, context: int, held: float, bandwidth: fl
     assert isinstance(program, DecodeProgram)
     chain, found = program.chain, dict[str, dict[str, Any]]()
     if isinstance(chain, Chain) and batch <= chain.most:
-        found["ring"] = _decode(engine, batch, context, held, bandwidth)
+        steps = DecodeRunner(program, engine.slots, batch, graphs=Graphs(engine.device))
+        found["ring"] = _decode(engine, batch, context, held, bandwidth, steps)
     program.chain = ("products by cuBLAS are timed",)
     try:
         steps = DecodeRunner(program, engine.slots, batch, graphs=Graphs(engine.device))

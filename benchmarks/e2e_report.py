@@ -97,7 +97,7 @@ def failed(document: dict[str, Any]) -> list[str]:
 def _weights(row: dict[str, Any]) -> str:
     """Returns the row's scheme, or "16 bits" and the library of the products. Also names the format of keys and values unless
     they have 16 bits, and the generation loop unless it is lowbit's."""
-    products, impl = row.get("products"), row["impl"].removeprefix("transformers ")
+    products, impl = row.get("products"), row["impl"].removeprefix("transformers ").removeprefix("lowbit ")
     details = (products, stored_kv(row), None if impl == "lowbit" else impl)
     return ", ".join([row["scheme"] or "16 bits", *filter(None, details)])
 

@@ -96,6 +96,7 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "Llama-3-8B": lambda: _llama(4096, 14336, 32, 32, 8, 128256, 500000.0),
     "Llama-2-13B": lambda: _llama(5120, 13824, 40, 40, 40, 32000, 10000.0),
     "Llama-2-70B": lambda: _llama(8192, 28672, 80, 64, 8, 32000, 10000.0),
+    "SmolLM2-135M": lambda: _llama(576, 1536, 30, 9, 3, 49152, 100000.0),
     "OPT-30B": lambda: _opt(7168, 28672, 48, 56),
     "Qwen3-30B-A3B": _qwen3_30b,
     "Mixtral-8x7B": _mixtral_8x7b,

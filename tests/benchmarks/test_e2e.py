@@ -252,7 +252,9 @@ def test_a_run_without_a_gpu(small_mixtures, name, tmp_path, monkeypatch):
     monkeypatch.setattr(e2e, "_prefill", lambda engine: (1e4, 0.5))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(
-        e2e, "engine_for", lambda model, cases, kv: Engine(model, max_concurrent=4, max_length=300, cache_bytes=1 << 22, kv=kv)
+        e2e,
+        "engine_for",
+        lambda model, cases, kv, _: Engine(model, max_concurrent=4, max_length=300, cache_bytes=1 << 22, kv=kv),
     )
 
     def decode(engine, batch, context, held, bandwidth):
@@ -350,7 +352,7 @@ def test_16_bits_are_the_better_of_two(small, monkeypatch):
 
     def decode(engine, batch, *more):
         name = "ring" if isinstance(engine.program.chain, chain_of.Chain) else "cuBLAS"
-        assert (name == "cuBLAS") == (len(more) == 4), "steps of its own: graphs of the others are of the chain"
+        assert len(more) == 4, "steps of its own: the engine's graphs may be of another form"
         return {"ms_per_token": times[name], "kernels": name}
 
     monkeypatch.setattr(e2e, "_decode", decode)
@@ -366,6 +368,32 @@ def test_16_bits_are_the_better_of_two(small, monkeypatch):
     terminal = Console(width=80, record=True, quiet=False)
     terminal.print(*tables(document(row(scheme=None, products="ring"))))
     assert "16 bits, ring" in terminal.export_text()
+
+
+def test_steps_by_launches_and_in_one_launch(small, tmp_path, monkeypatch):
+    """With `one_launch` each case has a row of the launches, computed without the engine's one launch, and a row in one launch
+    if the engine can compute it so."""
+    monkeypatch.setattr(e2e, "machine", lambda: {"gpu": "none"})
+    for name in ("warm_up", "Graphs", "DecodeRunner"):
+        monkeypatch.setattr(e2e, name, lambda *arguments, **more: None)
+    for name, value in (("read_bandwidth", (1e12, "none")), ("_prefill", (1.0, 0.5)), ("_request", {})):
+        monkeypatch.setattr(e2e, name, lambda *arguments, value=value: value)
+    monkeypatch.setattr(e2e, "computes_in_one_launch", lambda engine, batch, context: batch < 3)
+
+    def decode(engine, *arguments):
+        with_reasons = engine.program.one_launch is not None
+        return {"ms_per_token": 1.0 if with_reasons else 2.0, "limit_ms": 1.0}
+
+    monkeypatch.setattr(e2e, "_decode", decode)
+    monkeypatch.setattr(e2e, "random_model", lambda *about: random_model(*about[:4], torch.device("cpu")))
+    config = e2e.E2EConfig((small,), ("w4a16_g32",), (1, 3), (64,), head=None, one_launch=True)
+    _, found = e2e.run(config, tmp_path / "one.json", lambda said: None)
+    assert [row["error"] for row in found["rows"]] == [None] * 6
+    rows = [(row["scheme"], row["impl"], row["batch"], row["ms_per_token"]) for row in found["rows"]]
+    one, several = "lowbit one launch", "lowbit"
+    assert rows == [
+        (scheme, *row) for scheme in (None, "w4a16_g32") for row in ((several, 1, 2.0), (one, 1, 1.0), (several, 3, 2.0))
+    ]
 
 
 def test_kernels_count_from_the_end_of_the_one_before(monkeypatch):
