@@ -352,17 +352,23 @@ def test_bad_input():
 
 @gpu
 def test_packing_on_the_gpu_is_fast():
-    """At least 50 GB/s of source codes, as the best of five calls, since other processes may use the GPU."""
+    """Packing takes at most 40 times as long as a copy of the source codes on the same GPU, each as the best of five, since
+    other processes may use the GPU. It takes several passes over them, some with 32-bit intermediates.
+    """
     codes = torch.randint(0, 16, (28672, 8192), dtype=torch.uint8, device="cuda")
     scale = torch.ones(28672, 64, dtype=torch.float16, device="cuda")
-    q = QuantTensor(codes, scale, None, parse_scheme("w4a16_g128"))
-    FragmentWeight.pack(q)
-    times = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        FragmentWeight.pack(q)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    assert codes.numel() / (min(times) * 1e6) > 50
+    q, copy = QuantTensor(codes, scale, None, parse_scheme("w4a16_g128")), torch.empty_like(codes)
+
+    def best_ms(call) -> float:
+        call()
+        times = []
+        for _ in range(5):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return min(times)
+
+    assert best_ms(lambda: FragmentWeight.pack(q)) < 40 * best_ms(lambda: copy.copy_(codes))
