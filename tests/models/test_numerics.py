@@ -51,20 +51,20 @@ def made(plain, tmp_path_factory):
     return make
 
 
-def loaded(folder, dtype=torch.float32):
-    return load_causal(folder, device="cpu", dtype=dtype)
+def loaded(folder, dtype=torch.float32, device="cpu"):
+    return load_causal(folder, device=device, dtype=dtype)
+
+
+SCHEMES = [
+    ("w4a16_g32", {}), ("w4a16_g64_z", {}), ("w2a16_g32", {}), ("w6e3m2a16", {}), ("w8a16", {}), ("w8a8", {}),
+    ("w8e4m3a8e4m3", {}),
+    ("w4a16_g64", {"rotate_inputs": ("*_proj",)}), ("w8a8", {"rotate_inputs": ("*_proj",)}), ("w4a16_g64", {"low_rank": 8}),
+    ("w4a16_g64", {"embeddings": True}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("scheme", "options"),
-    [
-        ("w4a16_g32", {}), ("w4a16_g64_z", {}), ("w2a16_g32", {}), ("w6e3m2a16", {}), ("w8a16", {}), ("w8a8", {}),
-        ("w8e4m3a8e4m3", {}),
-        ("w4a16_g64", {"rotate_inputs": ("*_proj",)}), ("w8a8", {"rotate_inputs": ("*_proj",)}), ("w4a16_g64", {"low_rank": 8}),
-        ("w4a16_g64", {"embeddings": True}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES)
 def test_rounding_is_no_difference(made, scheme, options, dtype):
     folder = made(scheme, **options)
     layers = 15 if "embeddings" in options else 14
@@ -158,6 +158,37 @@ def test_faults_are_found(made, fault, dtype):
     layer.set_weight(wrong)
     with pytest.raises(NumericsError, match=f"1 of 14 layers .*{QUERY} "):
         numerics.check(model, folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("scheme", "options"), SCHEMES)
+def test_rounding_is_no_difference_on_a_gpu(made, scheme, options, dtype):
+    folder = made(scheme, **options)
+    said = numerics.check(loaded(folder, dtype, "cuda"), folder)
+    assert said.endswith(f"layers and the logits of 16 tokens compute what {NUMERICS} states")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["w4a16_g32", "w8a16", "w8a8"])
+def test_rounding_of_experts_is_no_difference_on_a_gpu(made, scheme):
+    folder = made(scheme, "experts")
+    assert numerics.check(loaded(folder, torch.bfloat16, "cuda"), folder) == f"10 layers compute what {NUMERICS} states"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", sorted({scheme for scheme, _ in FAULTS.values()}))
+def test_faults_are_found_on_a_gpu(made, scheme):
+    folder = made(scheme)
+    model = loaded(folder, torch.bfloat16, "cuda")
+    with CheckpointReader(folder) as reader:
+        q, other = reader.layer(QUERY), reader.layer(QUERY.replace("layers.1", "layers.0"))
+    for change in (change for own, change in FAULTS.values() if own == scheme):
+        model.set_submodule(QUERY, QuantLinear.from_quant_tensor((other if change is None else change(q)).to("cuda")))
+        with pytest.raises(NumericsError, match=f"1 of 14 layers .*{QUERY} "):
+            numerics.check(model, folder)
+    model.set_submodule(QUERY, QuantLinear.from_quant_tensor(q.to("cuda")))
+    assert numerics.check(model, folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
