@@ -115,7 +115,7 @@ def _mlp_refusals(decoder: Decoder, experts: ExpertMLP) -> Iterator[str]:
         return
     if not isinstance(products.gate_up, ExpertWeight) or not isinstance(products.down, ExpertWeight):
         yield "its experts take activations in 8 bits"
-    if any(part.has_channels or part.hadamard for part in (products.first, products.second)):
+    if any(part.input_transform.parts.changes_channels for part in (products.first, products.second)):
         yield "its experts transform their inputs"
     if products.function != decoder.activation:
         yield f"the gate of its experts is {products.function}"

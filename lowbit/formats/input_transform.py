@@ -7,7 +7,7 @@ GPTQ's act-order (`order`). Under a scheme with 8-bit activations x is then quan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -43,6 +43,11 @@ class InputParts:
     def has_channels(self) -> bool:
         """True if channels of x are multiplied or permuted."""
         return self.order or self.pre_quant_scale
+
+    @property
+    def changes_channels(self) -> bool:
+        """True if x is more than quantized: rotated, or its channels multiplied or permuted."""
+        return self.has_channels or self.hadamard > 0
 
     def words(self, *supported: str) -> tuple[str, ...]:
         """Returns the parts that are not `supported`, in words for an error message, in the order of computation."""
@@ -87,6 +92,16 @@ class InputTransform:
         """Returns the tensors that are not None, by field name."""
         named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "hadamard"}
         return {name: t for name, t in named.items() if t is not None}
+
+    def as_tensors(self) -> dict[str, Tensor]:
+        """Returns all parts as tensors, by field name; `of_tensors` is the inverse."""
+        return {"hadamard": torch.tensor([self.hadamard]), **self.tensors()}
+
+    @classmethod
+    def of_tensors(cls, parts: Mapping[str, Tensor]) -> InputTransform:
+        """Returns the transform whose `as_tensors` are `parts`."""
+        tensors: dict[str, Any] = {name: t for name, t in parts.items() if name != "hadamard"}
+        return cls(**tensors, hadamard=int(parts["hadamard"]))
 
     @property
     def nbytes(self) -> int:

@@ -208,15 +208,13 @@ def _stacked(matrices: Sequence[QuantTensor]) -> dict[str, Tensor]:
     zeros = [q.zero for q in matrices if q.zero is not None]
     named |= {"zero": zeros} if zeros else {}
     shared = matrices[0].input_transform
-    return {key: torch.stack(parts) for key, parts in named.items()} | {
-        "hadamard": torch.tensor([shared.hadamard]), **shared.tensors(),
-    }  # fmt: skip
+    return {key: torch.stack(parts) for key, parts in named.items()} | shared.as_tensors()
 
 
 def _unstacked(parts: dict[str, Tensor], scheme: Scheme) -> list[QuantTensor]:
     """Returns the matrix of each expert; the inverse of `_stacked`."""
     codes, scale, zero = parts.pop("codes"), parts.pop("scale"), parts.pop("zero", None)
-    transform = InputTransform(hadamard=int(parts.pop("hadamard")), **cast(Any, parts))
+    transform = InputTransform.of_tensors(parts)
     zeros = [None] * len(codes) if zero is None else list(zero)
     return [QuantTensor(c, s, z, scheme, transform) for c, s, z in zip(codes, scale, zeros, strict=True)]
 

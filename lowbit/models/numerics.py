@@ -203,7 +203,7 @@ def _limit(parts: Sequence[Part], dtype: torch.dtype, experts: bool) -> float:
     if experts:
         return LARGEST_OF_EXPERTS[0 if dtype == torch.float32 else 2 if quantized else 1]
     transforms = [part.input_transform.parts for part in parts]
-    moved = any(of.hadamard or of.has_channels for of in transforms)
+    moved = any(of.changes_channels for of in transforms)
     fp8 = any(isinstance(part.scheme.activation, FloatFormat) for part in parts)
     return LARGEST_WITH_QUANTIZED_X if quantized and (moved or fp8) and dtype != torch.float32 else LARGEST[dtype]
 

@@ -19,11 +19,9 @@ from lowbit.formats import (
     unpack_words,
 )
 from lowbit.nn.parameters import PackedParameters, parameter
-from lowbit.ops.channels import gather_channels, rotate_channels
 from lowbit.ops.cpu_gemm import pack_for_cpu
 from lowbit.ops.experts import Gate, Input, Multiply, expert_mlp, multiply_experts
 from lowbit.ops.gemm import gemm
-from lowbit.ops.quantize_activations import quantize_activations
 from lowbit.ops.table import Form, Problem, UnsupportedProblem, choose, problem_on, warn_slow, weight_refusals, why_slow
 from lowbit.ops.workspace import make_counters
 from lowbit.pack import ExpertOperandWeight, ExpertWeight
@@ -255,15 +253,7 @@ class PackedExperts(PackedParameters):
 
     def transformed(self, x: Tensor) -> Input:
         """x [.., K] after the input transform: rotated, scaled and, under a scheme with 8-bit activations, quantized."""
-        with_codes = self.activation_format is not None and not self.has_channels
-        if self.hadamard and not with_codes:
-            x = rotate_channels(x, self.hadamard)
-        if self.has_channels:
-            x = gather_channels(x, self.weight_order, self.pre_quant_scale)
-        if self.activation_format is None:
-            return x
-        how = self.quantization()
-        return quantize_activations(x, **(how if with_codes else how | {"hadamard": 0}))
+        return self.after_rotation(self.rotated(x))
 
     def _exact_tensors(self) -> tuple[Tensor | None, ...]:
         return (*super()._exact_tensors(), *(getattr(self, name) for name in KERNEL_TENSORS))

@@ -12,7 +12,6 @@ from lowbit.formats import NO_PARTS, ActivationRule, InputParts, QuantTensor, Sc
 from lowbit.nn.experts import QuantExperts
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops import Activations, gemm, quantize_activations
-from lowbit.ops.channels import gather_channels, rotate_channels
 from lowbit.ops.table import UnsupportedProblem, choose
 
 
@@ -77,23 +76,10 @@ class QuantLinear(PackedWeight):
 
     def _multiply(self, x: Tensor | Activations, bias: Tensor | None) -> Tensor:
         """Applies the input transform, the product and the low-rank correction."""
-        rotated = x
-        if isinstance(x, Tensor) and self.hadamard and not self.takes_quantized_input:
-            rotated = rotate_channels(x, self.hadamard)
-        given = self._transformed(rotated) if isinstance(rotated, Tensor) else rotated
+        rotated = self.rotated(x) if isinstance(x, Tensor) else x
+        given = self.after_rotation(rotated) if isinstance(rotated, Tensor) else rotated
         y = gemm(given, self.weight_for(x.dtype), bias, batch_invariant=self.batch_invariant)
         return self._corrected(y, rotated) if self.has_correction else y  # type: ignore[arg-type]
-
-    def _transformed(self, x: Tensor) -> Tensor | Activations:
-        """Returns x after the input transform: scaled, reordered and quantized. The rotation is done before, or together with
-        the quantization.
-        """
-        if self.has_channels:
-            x = gather_channels(x, self.weight_order, self.pre_quant_scale)
-        if self.activation_format is None:
-            return x
-        how = self.quantization()
-        return quantize_activations(x, **(how if self.takes_quantized_input else how | {"hadamard": 0}))
 
     def _corrected(self, y: Tensor, x: Tensor) -> Tensor:
         """Returns y + (x down^T) up^T in x's dtype; with 8-bit activations, x is the 16-bit input before quantization."""
@@ -104,7 +90,7 @@ class QuantLinear(PackedWeight):
 
     @property
     def takes_quantized_input(self) -> bool:
-        """True if the layer only rotates and quantizes x, so that the module that computes x can do it instead."""
+        """True if the layer only rotates and quantizes x; a low-rank correction multiplies the 16-bit x."""
         return self.activation_format is not None and not self.has_channels and not self.has_correction
 
     @property
@@ -120,7 +106,7 @@ class QuantLinear(PackedWeight):
 
     def extra_repr(self) -> str:
         said = f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}, bias={self.bias is not None}"
-        return said + (f", hadamard={self.hadamard}" if self.hadamard else "")
+        return said + self.rotation_repr
 
 
 class _Differentiable(torch.autograd.Function):

@@ -19,6 +19,8 @@ from lowbit.formats import (
     parse_scheme,
     scale_shape,
 )
+from lowbit.ops.channels import gather_channels, rotate_channels
+from lowbit.ops.quantize_activations import Activations, quantize_activations
 from lowbit.quantize.rtn import scale_dtype
 
 INPUT_PARAMETERS = {
@@ -117,6 +119,29 @@ class PackedParameters(nn.Module):
             "rule": self.scheme.rule.value,
             "hadamard": self.hadamard,
         }
+
+    @property
+    def takes_quantized_input(self) -> bool:
+        """True if the layer only rotates and quantizes x, so that the module that computes x can do it instead."""
+        return self.activation_format is not None and not self.has_channels
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Returns x [.., K] after the rotation, or x if it is rotated together with the quantization."""
+        return rotate_channels(x, self.hadamard) if self.hadamard and not self.takes_quantized_input else x
+
+    def after_rotation(self, x: Tensor) -> Tensor | Activations:
+        """Returns the `rotated` x after the rest of the input transform: scaled, reordered and quantized."""
+        if self.has_channels:
+            x = gather_channels(x, self.weight_order, self.pre_quant_scale)
+        if self.activation_format is None:
+            return x
+        how = self.quantization()
+        return quantize_activations(x, **(how if self.takes_quantized_input else how | {"hadamard": 0}))
+
+    @property
+    def rotation_repr(self) -> str:
+        """What `extra_repr` says of the rotation."""
+        return f", hadamard={self.hadamard}" if self.hadamard else ""
 
     @property
     def is_prepared(self) -> bool:

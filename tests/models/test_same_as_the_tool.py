@@ -210,7 +210,7 @@ def distance(logits, reference):
 
 def simulated_product(self, x, bias):
     """The product as the tool simulates it: torch's product of x and w, each dequantized and rounded to x's type."""
-    x = self._transformed(x) if isinstance(x, torch.Tensor) else x
+    x = self.after_rotation(x) if isinstance(x, torch.Tensor) else x
     spread = x.scale.repeat_interleave(128, -1)[..., : x.shape[-1]] if x.scale.shape[-1] > 1 else x.scale
     values = ((x.codes.float() - (0 if x.zero is None else x.zero.float())) * spread).to(x.dtype)
     return torch.nn.functional.linear(values, self.quant_tensor().dequantize(x.dtype), bias)

@@ -1,6 +1,6 @@
-"""out[m, i] = x[m, order[i]] * pre_quant_scale[order[i]]: act-order permutation and pre_quant_scale of x. Plain Triton.
+"""out[m, i] = x[m, order[i]] * factors[order[i]]: act-order permutation and factors of the channels of x. Plain Triton.
 
-Reads   x fp16 or bf16 [M, K], any row stride; order int32 [K] or None; pre_quant_scale fp32, fp16 or bf16 [K] or None
+Reads   x fp16 or bf16 [M, K], any row stride; order int32 [K] or None; factors fp32, fp16 or bf16 [K] or None
 Writes  rows that start at multiples of 16 bytes, with zeros from K up to the next multiple, as the GEMM kernels require
 Few     `gather_elements`, for low latency: a block reads some columns of one token directly from memory
 Many    `gather_rows`: two tokens per block, with 16-byte loads and stores. The permutation is done in shared memory, where the
@@ -126,10 +126,10 @@ class GatherPlan:
         self.constants = (columns, vectors, overlap)
         self.launch = Launcher(function, grid, warps, overlap=overlap)
 
-    def __call__(self, x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
         """Returns out [M, K] with a row stride of K rounded up to a multiple of 8; all tensors on the current device."""
         y = torch.empty((self.m, self.y_stride), dtype=x.dtype, device=x.device)
         if self.m:
             strides = x.stride(0) // self.x_unit, self.y_stride // VECTOR
-            self.launch(y, x, order, pre_quant_scale, *self.sizes, *strides, *self.constants)
+            self.launch(y, x, order, factors, *self.sizes, *strides, *self.constants)
         return y if self.y_stride == self.k else y[:, : self.k]

@@ -4,7 +4,7 @@ norm or gate f.
 Reads   x fp16 or bf16 [M, K], any row stride; depending on `before` also residual [M, K], weight and bias [K] (norms), up [M,
         K] (silu)
 f       "": x; "rms_norm", "layer_norm": the norm of x, or of x + residual, which is rounded to x's type and written; "silu":
-        silu(x) * up. Its result is then rotated in blocks of `hadamard` channels, in registers (parts/hadamard.py)
+        silu(x) * up. Its result is then rotated in blocks of `hadamard` channels, in registers (parts/rotation.py)
 Writes  codes int8 or float8 in rows that start at multiples of 16 bytes, with zeros from K up to the next multiple; scale fp32
         [M, 1], or [M, ceil(K / group)] for groups; zero int32 [M, 1] if asymmetric. With a given scale (and zero) only codes
         are written
@@ -35,8 +35,8 @@ from triton.language.extra import cuda
 
 from lowbit.formats import ActivationRule, FloatFormat, NumberFormat
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.parts.hadamard import rotated
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.rotation import rotated
 from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, rounded_to, row_of, sigmoid, squares_of
 from lowbit.kernels.reference.activations import CODE_DTYPES, FBGEMM_CEILING, FLOORS, SMALLEST_SCALE
 

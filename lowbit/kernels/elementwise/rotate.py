@@ -4,7 +4,7 @@ Reads   x fp16, bf16 or fp32 [M, K], any row stride
 Writes  y [M, K] in x's type
 Blocks  TILE channels of one row each, in chunks of 8 elements per thread; no reduction across warps
 Overlap lets the next kernel start at once (programmatic dependent launch, sm_90)
-Exact   sums in float32 in the order of parts/hadamard.py, one rounding. A row's bits do not depend on other rows. Plain Triton.
+Exact   sums in float32 in the order of parts/rotation.py, one rounding. A row's bits do not depend on other rows. Plain Triton.
         Tested: tests/kernels/elementwise/test_rotate.py
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.parts.hadamard import rotated
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.rotation import rotated
 from lowbit.kernels.parts.rows import floats, loaded, rounded_to, row_of
 
 VECTOR = 8

@@ -53,7 +53,7 @@ class KVRows:
 
 
 @triton.jit
-def hadamard(x, C: tl.constexpr):
+def rotated_row(x, C: tl.constexpr):
     """Multiplies rows by a Hadamard matrix, block by block; this is its own inverse. A block is the largest power of two that
     divides the head."""
     ROWS: tl.constexpr = x.shape[0]
@@ -189,7 +189,7 @@ def store_rows(pages, scales, x, start, place, exist, FORMAT: tl.constexpr, ROTA
     LANES: tl.constexpr = x.shape[1]
     HEAD_BYTES: tl.constexpr = 128 * C.packed_dim // (2 if FORMAT == "int4" else 1)
     if ROTATED:
-        x = hadamard(x, C)
+        x = rotated_row(x, C)
     scale = scale_of(x, FORMAT)
     packed = joined_bytes(codes_of(x, scale, FORMAT), FORMAT, VALUES)
     d = low_elements(LANES, FORMAT, VALUES)
@@ -211,5 +211,5 @@ def load_rows(pages, scales, start, place, exist, LANES: tl.constexpr, FORMAT: t
     x = values_of(parted_bytes(packed, FORMAT, VALUES), FORMAT) * scale[:, None]
     x = tl.where((tl.arange(0, LANES) < C.head_dim)[None, :], x, 0.0)
     if ROTATED:
-        x = hadamard(x, C)
+        x = rotated_row(x, C)
     return x

@@ -26,7 +26,7 @@ from lowbit.ops import (  # noqa: E402
 )
 from lowbit.ops.channels import rotate_channels  # noqa: E402
 from tests.kernels.elementwise.test_quantize_rows import exact, hard_rows, near, same  # noqa: E402
-from tests.kernels.parts.test_hadamard import butterflies  # noqa: E402
+from tests.kernels.parts.test_rotation import butterflies  # noqa: E402
 
 gpu = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from tests.kernels.interpreter import interpreted
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
 import triton.language as tl  # noqa: E402
 
-from lowbit.kernels.parts.hadamard import rotated  # noqa: E402
+from lowbit.kernels.parts.rotation import rotated  # noqa: E402
 from lowbit.kernels.parts.rows import floats, loaded  # noqa: E402
 
 
