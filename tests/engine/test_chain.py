@@ -219,7 +219,7 @@ def test_scales_of_two_dtypes_are_not_concatenated():
 def test_joined_gate_and_up_keep_the_dtype_of_their_scales():
     """Casting a module does not change it: it selects how codes are multiplied, if scales are per channel."""
     gate, up = (QuantLinear.from_quant_tensor(rtn(torch.randn(32, 128), "w4a16_g64")) for _ in range(2))
-    mlp = AlternatingMLP(gate, up, nn.Linear(32, 128), "silu")
+    mlp = AlternatingMLP([gate, up], nn.Linear(32, 128), "silu")
     before = mlp.weight()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         after = mlp.to(dtype).weight()
