@@ -70,17 +70,17 @@ def test_greedy_tokens_in_one_launch(scheme, smollm2):
     differences = [first_difference(pipe.model, *pair) for pair in pairs]
     print(f"{scheme or '16 bits'}: (token, distance, rounding) of first differences: {differences}")
     assert all(difference is None or difference[1] <= difference[2] for difference in differences)
-    assert sum(tokens(one) == tokens(other) for one, other in pairs) >= 3
     pipe.destroy()
 
 
 def first_difference(model, one, other):
     """Returns (number, distance of logits, rounding) of the first token in which two sequences with one prompt differ; None if
-    all are the same. Rounding is twice what the two logits change by when the embeddings move by a last bit."""
+    all are the same. Rounding is that of `compared`: twice what logits change by when the embeddings move by a last bit."""
     pairs = list(zip(tokens(one), tokens(other), strict=True))
     at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
     if at is None:
         return None
     ids = torch.tensor([[*one.request.prompt, *tokens(one)[:at]]], device="cuda")
-    logits, nudged = (each[0, -1, list(pairs[at])] for each in logits_and_nudged(model, ids))
-    return at, float((logits[0] - logits[1]).abs()), float(2 * (logits - nudged).abs().sum())
+    logits, nudged = (each[0, -1] for each in logits_and_nudged(model, ids))
+    first, second = logits[list(pairs[at])].tolist()
+    return at, abs(first - second), float(2 * (logits - nudged).abs().amax())
