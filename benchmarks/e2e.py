@@ -267,7 +267,8 @@ def experts_of_a_step(engine: Engine, model: PreTrainedModel, batch: int, contex
 def computes_in_one_launch(engine: Engine, batch: int, context: int) -> bool:
     """Returns whether the engine computes the timed steps of a case in one launch."""
     one_launch = engine.program.one_launch if isinstance(engine.program, DecodeProgram) else None
-    return isinstance(one_launch, OneLaunch) and one_launch.computes(batch, engine.slots, context + 4 * REPLAYS)
+    rows, _, reach = engine.decode_runner.variant(batch, False, context + 4 * REPLAYS)
+    return isinstance(one_launch, OneLaunch) and one_launch.computes(rows, engine.slots, reach)
 
 
 @torch.inference_mode()

@@ -30,6 +30,13 @@ this length needs. Idle blocks would cost 16 us per layer with 64 rows of 1,024 
 kernels/choose/attention.py).
 """
 
+
+def reach_of(context: int) -> int:
+    """Returns the context length of the captured steps that compute a context of `context` tokens, unless the page table is
+    shorter."""
+    return next((reach for reach in REACHES if reach >= context), context)
+
+
 Variant = tuple[int, bool | None, int]
 """(rows, filters, longest context). filters: True if some request samples or has a grammar, False if all are greedy; None for a
 step that computes logits only.

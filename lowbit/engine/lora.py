@@ -166,11 +166,12 @@ def _parts(layer: ProgramLayer, name: ProductName, paths: abc.Mapping[int, str])
     product = layer.product(name)
     if product is None:
         return []
-    if name == "gate_up" and layer.alternates:  # an `AlternatingMLP` has replaced both modules
+    if name == "gate_up" and layer.alternates:  # an `AlternatingMLP` has replaced the modules
         assert isinstance(product, Packed)
         n, k = product.weight.shape
         mlp = paths[id(layer.spec.modules("down")[0])].rpartition(".")[0]
-        return [Part(f"{mlp}.{each}", n // 2, k) for each in ("gate_proj", "up_proj")]
+        names = ("gate_up_proj",) if layer.spec.module.get_submodule("mlp").joined else ("gate_proj", "up_proj")
+        return [Part(f"{mlp}.{each}", n // len(names), k) for each in names]
     modules: list[Any] = list(layer.spec.modules(name))
     return [Part(paths[id(module)], module.out_features, module.in_features, factors_of(module)) for module in modules]
 
@@ -209,5 +210,6 @@ def _stacked(
                 layer.b if part.factors is None else layer.b * part.factors[:, None].cpu().to(layer.b)
             )
             seconds.append(second)
-        b[i] = alternate(*seconds) if alternates else torch.cat(seconds)
-    return LoraWeight(a.to(device), b.to(device), widths, alternates)
+        second = torch.cat(seconds)
+        b[i] = alternate(*second.chunk(2)) if alternates else second
+    return LoraWeight(a.to(device), b.to(device), widths, alternates and len(parts) == 2)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowbit.engine.cache import Cache
 from lowbit.engine.chain import Chain, ChainLayer, Gamma
+from lowbit.engine.decode_runner import reach_of
 from lowbit.engine.decoder import Decoder, DecoderLayer
 from lowbit.engine.experts import ExpertMLP, PackedProducts
 from lowbit.engine.product import Dense, Packed, Product
@@ -140,7 +141,8 @@ def _expert_layer(decoder: Decoder, layer: Layer, dtype: torch.dtype) -> ExpertL
 
 class OneLaunch:
     """Steps of a chain in one launch. `contexts`: the numbers of tokens of the steps that it computes, and the longest context
-    of each."""
+    length of each for which a step is captured (decode_runner.py). The launch itself takes any context: it splits attention by
+    the positions that it reads, so its time depends on these alone."""
 
     def __init__(self, launch: DecodeStepLaunch, chain: Chain | ExpertSteps, contexts: dict[int, int]) -> None:
         self.launch, self.chain = launch, chain
@@ -195,7 +197,9 @@ def one_launch_of(
     refusals = decode_step_refusals(layers, ends, shape, chain.dtype, kv, device)
     if refusals:
         return refusals
-    contexts = faster_contexts(layers, ends, shape, device) if measured else dict.fromkeys(TOKENS, UNLIMITED)
+    contexts = dict.fromkeys(TOKENS, UNLIMITED)
+    if measured:  # one captured step computes a measured context and all others up to its length
+        contexts = {m: reach_of(context) for m, context in faster_contexts(layers, ends, shape, device).items()}
     if not contexts:
         size, gpu = _layer_megabytes(layers), machine_of(device).product
         return (f"it was not measured to be faster for layers of {size:.0f} MB on {gpu} (persistent_step=True uses it)",)

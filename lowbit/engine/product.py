@@ -110,11 +110,11 @@ def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
 def gated_product(
     modules: Sequence[nn.Module], block: nn.Module, down: nn.Module, activation: Gate, batch_invariant: bool, name: str = "mlp"
 ) -> Product:  # fmt: skip
-    """Returns the product of gate and up, with alternating rows if possible. The module `name` of `block`, which is the MLP, is
-    then replaced by one that uses the same weight."""
+    """Returns the product of gate and up, two modules or one, with alternating rows if possible. The module `name` of `block`,
+    which is the MLP, is then replaced by one that uses the same weight."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
-    if len(layers) == 2 and _in_one_form(layers) and not AlternatingMLP.refusals(*layers):
-        setattr(block, name, AlternatingMLP(layers[0], layers[1], down, activation))
+    if layers and len(layers) == len(modules) and _in_one_form(layers) and not AlternatingMLP.refusals(layers):
+        setattr(block, name, AlternatingMLP(layers, down, activation))
     mlp = block.get_submodule(name)
     if isinstance(mlp, AlternatingMLP):  # made above, or by an earlier engine
         return Packed(mlp.weight(), mlp.bias, batch_invariant, alternates=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from lowbit.formats import QuantTensor
+from lowbit.formats.split import rows_of
 from lowbit.kernels.reference.elementwise import Gate
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import KERNEL_TENSORS
@@ -84,34 +88,37 @@ class GatedMLP(nn.Module):
 class AlternatingMLP(nn.Module):
     """down(f(gate(x)) * up(x)) with gate and up as one packed weight whose rows alternate (pack/gated.py).
 
-    f is "silu" or "gelu_tanh". The module removes the packed weights of `gate_proj` and `up_proj`, so a model with it can
-    compute but not be saved. x is on a GPU, in fp16 or bf16.
+    f is "silu" or "gelu_tanh". `layers` are gate and up, or one layer with the rows of gate, then those of up (Phi-3); `joined`
+    is then True. The module removes their packed weights, so a model with it can compute but not be saved. x is on a GPU, in
+    fp16 or bf16.
     """
 
-    def __init__(self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: nn.Module, function: Gate) -> None:
+    def __init__(self, layers: Sequence[QuantLinear], down_proj: nn.Module, function: Gate) -> None:
         super().__init__()
-        weight = pack_gated(gate_proj.quant_tensor(), up_proj.quant_tensor())
-        for layer in (gate_proj, up_proj):
+        weight = pack_gated(*_gate_and_up(layers))
+        for layer in layers:
             for name in KERNEL_TENSORS:
                 setattr(layer, name, None)
+        self.joined = len(layers) == 1
         self.scheme, self.shape, self.function, self.down_proj = weight.scheme, weight.shape, function, down_proj
-        self.batch_invariant = gate_proj.batch_invariant
+        self.batch_invariant = layers[0].batch_invariant
         self.subnormal = weight.subnormal
         self.register_buffer("kernel_codes", weight.codes, persistent=False)
         self.register_buffer("kernel_scale", weight.scale, persistent=False)
         self.register_buffer("kernel_channel_scale", weight.channel_scale, persistent=False)
-        biases = [layer.bias for layer in (gate_proj, up_proj) if layer.bias is not None]
+        biases = [half for layer in layers if layer.bias is not None for half in layer.bias.data.chunk(2 // len(layers))]
         self.bias: Tensor | None
-        self.register_buffer("bias", alternate(*(b.data for b in biases)) if biases else None, persistent=False)
+        self.register_buffer("bias", alternate(*biases) if biases else None, persistent=False)
         self.register_state_dict_pre_hook(_cannot_be_saved)
 
     @staticmethod
-    def refusals(gate_proj: QuantLinear, up_proj: QuantLinear) -> tuple[str, ...]:
-        """Returns the reasons why two layers packed for a GPU's kernels cannot be joined; empty if they can."""
-        reasons = []
-        if gate_proj.out_features != up_proj.out_features or gate_proj.out_features % HALF:
-            reasons.append(f"rows of gate and up, {gate_proj.out_features} and {up_proj.out_features}, alternate by {HALF}")
-        if (gate_proj.bias is None) != (up_proj.bias is None):
+    def refusals(layers: Sequence[QuantLinear]) -> tuple[str, ...]:
+        """Returns the reasons why layers packed for a GPU's kernels cannot be one weight with alternating rows; empty if they
+        can."""
+        rows, reasons = [layer.out_features for layer in layers], []
+        if len(set(rows)) > 1 or sum(rows) % (2 * HALF):
+            reasons.append(f"rows of gate and up, {' and '.join(map(str, rows))}, alternate by {HALF}")
+        if len({layer.bias is None for layer in layers}) > 1:
             reasons.append("one of gate and up has a bias")
         return tuple(reasons)
 
@@ -130,6 +137,15 @@ class AlternatingMLP(nn.Module):
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Keeps the dtype of scales under `.half()`, as `PackedWeight` does."""
         return super()._apply(keeping_types(fn, (getattr(self, name, None) for name in KERNEL_TENSORS)), recurse)
+
+
+def _gate_and_up(layers: Sequence[QuantLinear]) -> tuple[QuantTensor, QuantTensor]:
+    """Returns gate and up of two layers, or of one layer with the rows of both."""
+    if len(layers) == 2:
+        return layers[0].quant_tensor(), layers[1].quant_tensor()
+    (layer,) = layers
+    q, n = layer.quant_tensor(), layer.out_features
+    return rows_of(q, [(0, n // 2)]), rows_of(q, [(n // 2, n)])
 
 
 def _cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:

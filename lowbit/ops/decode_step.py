@@ -214,7 +214,7 @@ def _shape(layers: Sequence[StepLayer], ends: StepEnds, attention: AttentionShap
 def faster_contexts(
     layers: Sequence[StepLayer], ends: StepEnds, attention: AttentionShape, device: torch.device
 ) -> dict[int, int]:
-    """Returns for each number of tokens the longest context in which one launch was measured to be faster; numbers without such
+    """Returns for each number of tokens the longest context at which one launch was measured to be faster; numbers without such
     a context are missing."""
     machine = machine_of(device)
     contexts = {m: faster_context(_shape(layers, ends, attention, m), machine) for m in TOKENS}

@@ -219,7 +219,7 @@ def test_scales_of_two_dtypes_are_not_concatenated():
 def test_joined_gate_and_up_keep_the_dtype_of_their_scales():
     """Casting a module does not change it: it selects how codes are multiplied, if scales are per channel."""
     gate, up = (QuantLinear.from_quant_tensor(rtn(torch.randn(32, 128), "w4a16_g64")) for _ in range(2))
-    mlp = AlternatingMLP(gate, up, nn.Linear(32, 128), "silu")
+    mlp = AlternatingMLP([gate, up], nn.Linear(32, 128), "silu")
     before = mlp.weight()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         after = mlp.to(dtype).weight()
@@ -227,6 +227,24 @@ def test_joined_gate_and_up_keep_the_dtype_of_their_scales():
         assert (after.scale.dtype, after.channel_scale.dtype) == (torch.float16, torch.bfloat16)
         assert mlp.down_proj.weight.dtype == dtype
     assert mlp.to("meta").weight().channel_scale.device.type == "meta"
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g64", "w8a16", "w6e3m2a16_g64"])
+def test_gate_and_up_of_one_layer(scheme):
+    """A layer with the rows of gate, then those of up has the alternating weight and bias of two layers."""
+    rows, bias = torch.randn(64, 128), torch.randn(64)
+    given = ((rows, bias), *zip(rows.chunk(2), bias.chunk(2), strict=True))
+    parts = [QuantLinear.from_quant_tensor(rtn(w, scheme), nn.Parameter(b)) for w, b in given]
+    for layer in parts:
+        layer._pack_for_gpu()
+    one, two = (AlternatingMLP(layers, nn.Linear(32, 128), "silu") for layers in (parts[:1], parts[1:]))
+    assert one.joined and not two.joined and parts[0].kernel_codes is None
+    found, expected = one.weight().tensors(), two.weight().tensors()
+    assert found.keys() == expected.keys() and torch.equal(one.bias, two.bias)
+    for name, tensor in expected.items():
+        assert tensor is found[name] is None or torch.equal(found[name], tensor), name
+    narrow = QuantLinear.from_quant_tensor(rtn(rows[:24], scheme))
+    assert AlternatingMLP.refusals([narrow]) == ("rows of gate and up, 24, alternate by 8",)
 
 
 def test_a_second_program_of_a_model():

@@ -108,12 +108,13 @@ def test_as_peft_computes_it(model, folders):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_chain(dtype, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_chain(family, dtype, tmp_path):
     """Packed weights, gate and up alternating: the bias of tokens stands before norm, gate and residual. Rows of two adapters
     and of none."""
-    base = packed(eager_llama(dtype), "w8a16")
-    plain = dequantized(base, torch.float32)
-    folders = {str(i): write_adapter(tmp_path / str(i), plain, ALL, rank=8, seed=i, size=0.5) for i in range(2)}
+    base = packed(eager_llama(dtype) if family == "llama" else small_phi3().to(dtype), "w8a16")
+    plain, targets = dequantized(base, torch.float32), ALL if family == "llama" else JOINED
+    folders = {str(i): write_adapter(tmp_path / str(i), plain, targets, rank=8, seed=i, size=0.5) for i in range(2)}
     program = program_of(base)
     assert isinstance(program.chain, Chain) and program.layers[0].alternates
     program.adapters = Adapters.load(folders, base, program.layers, dtype, torch.device("cpu"))
@@ -139,18 +140,26 @@ def _always(adapters, which):
     return Fixed(adapters.names, adapters.layers)
 
 
+JOINED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""The linear layers of Phi-3."""
+
+
+def small_phi3():
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config).eval()
+
+
 @pytest.mark.parametrize("family", ["opt", "phi3", "olmoe"])
 def test_other_families(family, tmp_path):
     """Biases and other names; q, k, v and gate, up fused in the checkpoint; norms of whole q and k, beside experts."""
     if family == "opt":
         base, targets = eager_opt(), ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
     elif family == "phi3":
-        torch.manual_seed(0)
-        config = Phi3Config(
-            vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0,
-        )  # fmt: skip
-        base, targets = Phi3ForCausalLM(config).eval(), ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        base, targets = small_phi3(), JOINED
     else:
         base, targets = tiny_experts("olmoe", torch.float32).eval(), ATTENTION
     folder = write_adapter(tmp_path, base, targets, rank=4, size=2.0)

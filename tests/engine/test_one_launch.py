@@ -4,6 +4,7 @@ few blocks of 4 warps; on a GPU tokens are compared with those of the launches."
 from __future__ import annotations
 
 import dataclasses
+import threading
 import types
 
 import pytest
@@ -15,31 +16,42 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from lowbit.engine import Engine, Request
 from lowbit.engine import program as program_module
+from lowbit.engine.cache import Cache
+from lowbit.engine.decode_runner import DecodeRunner
 from lowbit.engine.failure import StuckStep
 from lowbit.engine.model_runner import InFlightStep
 from lowbit.engine.one_launch import OneLaunch, expert_steps_of, one_launch_of
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.recognise import recognise
-from lowbit.engine.slots import Slots
+from lowbit.engine.slots import Slots, on_device
 from lowbit.formats import parse_scheme
 from lowbit.formats.kv import KV16, parse_kv
 from lowbit.hardware.machine import GPUS, typical_machine
 from lowbit.kernels.choose import decode_step
-from lowbit.kernels.choose.decode_step import WAITS, Faster, StepTable, UnitForm
+from lowbit.kernels.choose.decode_step import FASTER, WAITS, Faster, StepTable, UnitForm
 from lowbit.models.head import quantize_head
 from lowbit.nn import convert
 from lowbit.ops.decode_step import DecodeStepLaunch, decode_step_refusals
 from lowbit.ops.simulated_gpu import simulated_gpu
+from tests.engine.pages import fill_unwritten
 from tests.engine.test_chain import dequantized, packed, program_of, random_ids, stepped
 from tests.engine.test_experts import by_kernels
+from tests.engine.test_gpu import check_greedy, prompt
+from tests.engine.test_gpu import model_of as gpu_model_of
 from tests.kernels.sass import compile_plan
 from tests.kernels.warps import execute
 from tests.tiny import eager_llama
@@ -59,6 +71,11 @@ MODELS = {
     "biases": lambda **options: LlamaForCausalLM(LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True, **options})),
     "quantized ends": lambda **options: LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})),
     "windows": lambda **options: MistralForCausalLM(MistralConfig(**{**SIZES, "sliding_window": 2, **options})),
+    "biases of q, k and v": lambda **options: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, **options})),
+    "layers without positions": lambda **options: SmolLM3ForCausalLM(
+        SmolLM3Config(**{**SIZES, "no_rope_layer_interval": 2, "pad_token_id": 0, **options})
+    ),
+    "joined weights": lambda **options: Phi3ForCausalLM(Phi3Config(**{**SIZES, "pad_token_id": 0, **options})),
     "norms of heads": lambda **options: Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **options})),
 }
 
@@ -162,6 +179,9 @@ SKIPPED = {
         ("biases", "w4a16_g128", 1, 2, torch.float16, "all"),
         ("quantized ends", "w4a16_g64", 1, 2, torch.float16, "none"),
         ("windows", "w4a16_g128", 1, 3, torch.float16, "head"),
+        ("biases of q, k and v", "w4a16_g128", 1, 2, torch.float16, "head"),
+        ("layers without positions", "w8a16", 1, 3, torch.float16, "head"),
+        ("joined weights", "w4a16_g128", 1, 2, torch.float16, "head"),
     ],
 )
 def test_the_logits_of_the_launches(emulated, monkeypatch, name, scheme, count, tokens, dtype, skipped):
@@ -272,13 +292,35 @@ def test_where_it_is_faster(emulated, monkeypatch):
     rows = (Faster("H200", 1, *kind, 0, 10**6, 512), Faster("H200", 2, *kind, 10**6, 10**9, 512))
     monkeypatch.setattr(decode_step, "FASTER", rows)
     one = launch_of(program, measured=True)
-    assert str(one) == "steps of 1 (contexts up to 512) tokens: one launch"
+    assert str(one) == "steps of 1 (contexts up to 2,048) tokens: one launch"
     slots = Slots(2, 256, 160, (), torch.device("cpu"))
-    assert one.computes(1, slots, 512) and one.computes(1, slots, 0)
-    assert not one.computes(1, slots, 513) and not one.computes(2, slots, 100)
+    assert one.computes(1, slots, 2048) and one.computes(1, slots, 0)
+    assert not one.computes(1, slots, 2049) and not one.computes(2, slots, 100)
     monkeypatch.setattr(decode_step, "FASTER", (Faster("H100", 1, *kind, 0, 10**6, 512),))
     (reason,) = launch_of(program, measured=True)
     assert reason.startswith("it was not measured to be faster for layers of 0 MB on H200")
+
+
+@pytest.mark.parametrize("row", FASTER, ids=lambda row: f"{row.tokens} tokens, {row.form.bits} bits, {row.context}")
+def test_engines_use_what_was_measured(emulated, monkeypatch, row):
+    """A step at a measured context is one launch, in the captured step that a runner with long page tables chooses for it; one
+    of longer contexts is not."""
+    model = packed(model_of("llama", torch.float16), "w4a16_g128", skip=lambda module: "lm_head" in module)
+    program, device = program_of(model), torch.device("cpu")
+    monkeypatch.setattr("lowbit.engine.one_launch.faster_contexts", lambda *given: {row.tokens: row.context})
+    program.one_launch = launch_of(program, measured=True)
+    runner = DecodeRunner(program, Slots(8, 1 << 17, 160, (), device), 8)
+    computed = []
+    monkeypatch.setattr(
+        OneLaunch, "step", lambda self, cache, slots, rows: computed.append(len(rows)) or torch.zeros(len(rows), 160)
+    )
+    monkeypatch.setattr(program, "_step", lambda tokens, rows, *others: torch.zeros(len(rows), 160))
+    program.cache = Cache(program.cache_spec, 2, device)
+    for longest in (1, row.context, min(reach for reach in runner.reaches if reach >= row.context)):
+        runner.launch(range(row.tokens), None, longest)
+    assert computed == 3 * [row.tokens]
+    runner.launch(range(row.tokens), None, min(reach for reach in runner.reaches if reach >= row.context) + 1)
+    assert len(computed) == 3
 
 
 def test_reasons():
@@ -342,6 +384,43 @@ def test_an_engine_on_a_simulated_gpu(name, dtype, width):
     assert [option["launch_cooperative_grid"] for option in options] == [True]
 
 
+def test_phi3_mini_stays_with_the_launches():
+    """Heads of 96 elements: the report says why."""
+    sizes = {"hidden_size": 384, "head_dim": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
+    model = model_of("joined weights", torch.float16, **sizes)
+    convert(model, "w4a16_g128")
+    with simulated_gpu(GPUS["h200"]) as device, recording():
+        engine = Engine(model.to(device), max_concurrent=4, max_length=512, persistent_step=True)
+    why = "heads have 64 or 128 elements, not 96: 8 lanes read values in vectors of 8"
+    assert engine.report()[-2:] == ["steps of up to 64 tokens: 5 launches a layer", f"no step is one launch: {why}"]
+
+
+def test_pages_that_move_between_steps(emulated):
+    """A sequence that is preempted between steps goes on in other pages, with the same logits: a launch reads page tables and
+    positions itself. The old pages are of others meanwhile."""
+    model = packed(model_of("llama", torch.float16), "w4a16_g128", skip=SKIPPED["head"])
+    program, ids = program_of(model), random_ids(1)[0, :3]
+    program.one_launch = launch_of(program)
+    bind_emulated(program.one_launch.launch)
+    found = []
+    for moved in (False, True):
+        program.cache = Cache(program.cache_spec, 4, program.device)
+        fill_unwritten(program.cache)
+        slots, logits = Slots(1, 128, 160, (), program.device), []
+        slots.update([(0, 0, 1)], [])
+        for position, token in enumerate(ids.tolist()):
+            if moved and position == 2:
+                for pages in program.cache.layers:
+                    for part in (pages.k, pages.v):
+                        part[3], part[1] = part[1].clone(), torch.nan
+                slots.update([(0, 0, 3)], [])
+            slots.update([], [(0, position)])
+            slots.tokens[0] = token
+            logits.append(program.step(on_device([0], program.device), slots))
+        found.append(torch.stack(logits))
+    assert torch.equal(*found) and found[0].isfinite().all()
+
+
 def test_a_stuck_step_is_named():
     """The status of a step that gave up becomes an error with its reason when the step is read."""
     nothing = torch.zeros(0)
@@ -361,6 +440,8 @@ def test_a_stuck_step_is_named():
 def test_tokens_on_a_gpu(name):
     """An engine with one launch a step has logits near those of the launches, in graphs, with 1 and 3 sequences."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    if name == "joined weights":  # heads of Phi-3-medium
+        sizes |= {"num_attention_heads": 4, "head_dim": 128}
     compare_tokens(name, sizes)
 
 
@@ -387,3 +468,61 @@ def compare_tokens(name, sizes):
         same = next((i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0][0] != pair[1][0]), len(one))
         # Rounding may change a token where two are about as likely; all before it are the same.
         assert same >= 1 and all(abs(a[1] - b[1]) < 0.05 for a, b in zip(one[:same], other[:same], strict=True))
+
+
+WIDER = {
+    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "num_hidden_layers": 3, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+def engine_of_wider(**options):
+    model = model_of("llama", torch.float16, **WIDER).cuda()
+    convert(model, "w4a16_g128")
+    engine = Engine(model, persistent_step=True, prefix_caching=False, **options)
+    assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: one launch"
+    return engine
+
+
+@pytest.mark.gpu
+def test_two_engines_at_once_on_a_gpu():
+    """Two engines in threads and streams of their own have the tokens that each has alone: each launch takes all SMs, and none
+    waits for blocks that cannot start."""
+    engines = [engine_of_wider(max_concurrent=4, max_length=512) for _ in range(2)]
+    requests = [[Request([5 + seed, 6, 7 + i], 300) for i in range(2 + seed)] for seed in range(2)]
+    alone = [[tokens_of(s) for s in engine.generate(asked)] for engine, asked in zip(engines, requests, strict=True)]
+    found = [None, None]
+
+    def run(number):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found[number] = [tokens_of(s) for s in engines[number].generate(requests[number])]
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads), "two engines at once have not ended within 60 s"
+    assert found == alone
+
+
+def tokens_of(sequence):
+    return [sampled.token for sampled in sequence.sampled]
+
+
+@pytest.mark.gpu
+def test_preempted_sequences_on_a_gpu():
+    """Sequences that are preempted between steps of one launch are completed; each token is the most likely one, up to
+    rounding."""
+    model = gpu_model_of()
+    page = Engine(model, max_concurrent=1, max_length=128).program.cache_spec.page_bytes
+    engine = Engine(
+        model, max_concurrent=8, max_length=512, cache_bytes=12 * page, prefix_caching=False, persistent_step=True
+    )  # fmt: skip
+    assert engine.report()[-1] == "steps of 1, 2, 4, 8 tokens: one launch"
+    preempted, preempt = [], engine.scheduler._preempt
+    engine.scheduler._preempt = lambda scheduled: (preempted.append(1), preempt(scheduled))
+    sequences = engine.generate([Request(prompt(100, seed), 200) for seed in range(8)])
+    assert preempted and all(len(sequence.sampled) == 200 for sequence in sequences)
+    check_greedy(model, sequences, engine.report())

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lowbit
-from lowbit.engine import Request
-from tests.engine.test_gpu import check_greedy, compared
+from lowbit.engine import Engine, Request
+from tests.engine.test_gpu import check_greedy, compared, logits_and_nudged, tokens
 from tests.engine.test_kv_gpu import check_stored
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model]
@@ -51,3 +51,36 @@ def test_greedy_tokens_over_stored_rows(kv, smollm2):
     print(f"{kv}: {others} of {count} tokens are not the most likely")
     assert others < 0.25 * count
     pipe.destroy()
+
+
+@pytest.mark.parametrize("scheme", [None, "w8a16", "w4a16_g64"])
+def test_greedy_tokens_in_one_launch(scheme, smollm2):
+    """Steps of one launch and of several launches a layer sample the same tokens, until two tokens are as likely as each other
+    up to rounding. Five sequences alone, then five at once, whose steps have 1 and 8 rows."""
+    pipe = lowbit.pipeline(str(smollm2), scheme=scheme, dtype=torch.float16)
+    requests = [Request(pipe.tokenizer(text).input_ids, 200) for text in PROMPTS]
+    found, line = {}, "steps of 1, 2, 4, 8 tokens: one launch"
+    for persistent in (False, True):
+        engine = Engine(pipe.model, max_concurrent=8, max_length=512, cache_bytes=1 << 28, persistent_step=persistent)
+        assert (line in engine.report()) == persistent, engine.report()
+        alone = [engine.generate([request])[0] for request in requests[:5]]
+        found[persistent] = [*alone, *engine.generate(requests[5:])]
+        check_greedy(pipe.model, found[persistent], engine.report())
+    pairs = list(zip(found[False], found[True], strict=True))
+    differences = [first_difference(pipe.model, *pair) for pair in pairs]
+    print(f"{scheme or '16 bits'}: (token, distance, rounding) of first differences: {differences}")
+    assert all(difference is None or difference[1] <= difference[2] for difference in differences)
+    pipe.destroy()
+
+
+def first_difference(model, one, other):
+    """Returns (number, distance of logits, rounding) of the first token in which two sequences with one prompt differ; None if
+    all are the same. Rounding is that of `compared`: twice what logits change by when the embeddings move by a last bit."""
+    pairs = list(zip(tokens(one), tokens(other), strict=True))
+    at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+    if at is None:
+        return None
+    ids = torch.tensor([[*one.request.prompt, *tokens(one)[:at]]], device="cuda")
+    logits, nudged = (each[0, -1] for each in logits_and_nudged(model, ids))
+    first, second = logits[list(pairs[at])].tolist()
+    return at, abs(first - second), float(2 * (logits - nudged).abs().amax())

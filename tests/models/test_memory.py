@@ -163,7 +163,7 @@ def test_gate_and_up_become_one_weight_without_a_copy_in_bytes(as_on_a_gpu):
     for layer in (gate, up):
         layer.prepare(torch.bfloat16)
     with TensorBytes() as held:
-        AlternatingMLP(gate, up, down, "silu")
+        AlternatingMLP([gate, up], down, "silu")
     made = 2 * n * k * (4 + 16 / 128) / 8
     print(f"peak {held.peak:,}, made {made:,.0f}, both as bytes {2 * n * k:,}")
     assert held.peak < made + 2 * n * k + CONSTANT  # was 20 bytes a weight of one

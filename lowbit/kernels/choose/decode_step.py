@@ -540,8 +540,10 @@ def step_refusals(shape: StepShape, machine: Machine) -> tuple[str, ...]:
         if (shape.rows(product) % 16 and not padded) or shape.columns(product) % TILE_K:
             size = f"{shape.rows(product)} x {shape.columns(product)}"
             reasons.append(f"weights have a multiple of 16 rows and of {TILE_K} columns, {product} is {size}")
-    if a.head_dim not in (64, 128) or a.rotary_dim != a.head_dim:
-        reasons.append(f"heads have 64 or 128 elements, all of which turn, not {a.head_dim} of which {a.rotary_dim} turn")
+    if a.head_dim not in (64, 128):
+        reasons.append(f"heads have 64 or 128 elements, not {a.head_dim}: 8 lanes read values in vectors of 8")
+    if a.rotary_dim != a.head_dim:
+        reasons.append(f"all elements of a head turn, not {a.rotary_dim} of {a.head_dim}")
     if a.group > 8:
         reasons.append(f"at most 8 heads share a kv head, not {a.group}")
     if a.softcap:
@@ -596,8 +598,8 @@ def wait_of(status: int) -> tuple[int, str]:
 class Faster:
     """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps
     of `tokens` tokens, for layers whose products all have weights of `form`, of which a step reads `least_bytes` to
-    `most_bytes`, with `group` heads for each kv head, in contexts of up to `context` tokens. `experts`: of MLPs that are
-    experts, else of dense ones."""
+    `most_bytes`, with `group` heads for each kv head. `context`: the longest measured one, in tokens. `experts`: of MLPs that
+    are experts, else of dense ones."""
 
     gpu: str
     tokens: int
@@ -617,12 +619,13 @@ FASTER = (
 """All such measurements: of 2026-11-28, one H200, Llama-3-8B's shape with an 8-bit head, us of one launch / of launches:
 w4a16_g128 at 1 token 1,341 / 1,504 (8 layers at 8,192 tokens 503 / 551), at 2 tokens 1,500 / 1,569; w8a16 at 1 token, 8 layers,
 600 / 645. Behind, or as fast: int4 at 4 tokens 1,701 / 1,695 and at 8 2,414 / 2,067; w6e3m2a16 574 / 553 and 16 bits
-1,176 / 1,159 (8 layers, 1 token); SmolLM2-135M in 8 bits 422 / 355. `persistent_step=None` of an engine chooses the launches
-where there is none."""
+1,176 / 1,159 (8 layers, 1 token); SmolLM2-135M in 8 bits 422 / 355. They are of a script with graphs of its own, which is not
+kept, nor is the context length for which its launches split attention; that of an engine's is the length of its captured step
+(engine/decode_runner.py). `persistent_step=None` of an engine chooses the launches where there is none."""
 
 
 def faster_context(shape: StepShape, machine: Machine) -> int:
-    """Returns the longest context in which one launch was measured to be faster; 0 if there is none."""
+    """Returns the longest context at which one launch was measured to be faster; 0 if there is none."""
     forms = {form for product in LAYER_PRODUCTS for form in shape.forms_of(product)}
     kind = shape.tokens, forms, shape.attention.group, shape.experts > 0
     fitting = (row for row in FASTER if machine.product.startswith(row.gpu))

@@ -10,6 +10,7 @@ from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.choose.decode_step import (
     BYTES,
+    FASTER,
     FIELDS,
     RESERVED_BYTES,
     WAITS,
@@ -168,6 +169,9 @@ def test_where_one_launch_is_faster(monkeypatch):
         Faster("H200", 1, INT4, 4, 10**8, 2 * 10**8, 1024), Faster("H200", 1, INT4, 4, 0, 2 * 10**8, 512),
         Faster("H200", 1, FP6, 3, 0, 10**9, 99), Faster("H100", 1, INT4, 4, 0, 10**9, 9999),
     )  # fmt: skip
+    for row in FASTER:  # all were measured with this shape
+        shape = dataclasses.replace(LLAMA, tokens=row.tokens, forms=forms(row.form, head=(INT8,)))
+        assert faster_context(shape, h200) == row.context
     monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", rows)
     assert faster_context(LLAMA, h200) == 1024
     assert faster_context(SMALL, h200) == faster_context(dataclasses.replace(LLAMA, tokens=2), h200) == 0
@@ -185,7 +189,8 @@ def test_where_one_launch_is_faster(monkeypatch):
         (dataclasses.replace(LLAMA, tokens=3), 90, "1, 2, 4, 8 tokens, not 3"),
         (dataclasses.replace(LLAMA, hidden=544), 90, "qkv is 6144 x 544"),
         (dataclasses.replace(SMALL, vocab=49153), 90, "head is 49153 x 576"),
-        (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], rotary_dim=64)), 90, "all of which turn"),
+        (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], rotary_dim=64)), 90, "not 64 of 128"),
+        (dataclasses.replace(LLAMA, attention=AttentionShape(32, 32, 96, 96**-0.5, 96)), 90, "64 or 128 elements, not 96"),
         (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], softcap=50.0)), 90, "no soft cap"),
         (dataclasses.replace(LLAMA, attention=dataclasses.replace(HEADS["llama"], kv_heads=2)), 90, "at most 8 heads"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from lowbit.formats import parse_scheme
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.choose.decode_step import (
+    BLOCK_K,
     LAYER_PRODUCTS,
     PRODUCT_NAMES,
     StepShape,
@@ -17,15 +19,18 @@ from lowbit.kernels.choose.decode_step import (
     UnitForm,
 )
 from lowbit.kernels.reference.route import RouterRule, choose_reference
+from lowbit.ops.decode_step import unit_form
 from lowbit.pack import DenseWeight, ExpertWeight, FragmentWeight
 from lowbit.pack.gated import alternate, pack_gated
 from lowbit.quantize import rtn
 
-UNIT_FORMS = {
-    "w4a16_g128": UnitForm(4, 32), "w4a16_g64": UnitForm(4, 64), "w4a16_g128_z": UnitForm(4, 64), "w8a16": UnitForm(8),
-    "w6e3m2a16_g64": UnitForm(6, 64), "16": UnitForm(16),
-}  # fmt: skip
-"""Schemes of the tests; "16" are weights of 16 bits."""
+
+@functools.cache
+def unit_form_of(scheme: str) -> UnitForm:
+    """The bytes of a unit of weights in a scheme; "16" are weights of 16 bits."""
+    if scheme == "16":
+        return UnitForm(16)
+    return unit_form(FragmentWeight.pack(rtn(torch.ones(16, BLOCK_K), parse_scheme(scheme))))
 
 
 VOCAB = 50
@@ -296,7 +301,7 @@ class Case:
 def forms_of_schemes(schemes: tuple[tuple[str, ...], ...]) -> tuple[tuple[UnitForm, ...], ...]:
     """`StepShape.forms` of the schemes of each product, in the order of PRODUCT_NAMES; a head has one scheme or none. Layer i
     has scheme i, modulo their number."""
-    return tuple(tuple(UNIT_FORMS[name] for name in of_product) for of_product in schemes)
+    return tuple(tuple(map(unit_form_of, of_product)) for of_product in schemes)
 
 
 def alike(scheme: str, head: str | None = None) -> tuple[tuple[str, ...], ...]:
