@@ -548,7 +548,8 @@ class HummingExperts:
             self._tunings[slots] = {}
             for part, layer in self.layers.items():
                 ranges = choose(layer_config=layer.humming_config, gemm_type="indexed", device=torch.cuda.current_device())
-                self._tunings[slots][part] = dict(next(config for low, high, config in ranges if low < slots <= high))
+                own = (config for low, high, config in ranges if low < slots <= high)
+                self._tunings[slots][part] = dict(next(own, ranges[-1][2]))
         return self._tunings[slots]
 
     def __call__(self, x: Tensor, logits: Tensor, residual: Tensor) -> Tensor:
