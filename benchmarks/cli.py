@@ -124,7 +124,9 @@ def experts(
     tiles: Annotated[bool, typer.Option("--tiles", help="Time the next candidates of each product too.")] = False,
     tile_rows: Annotated[int, typer.Option(help="Rows of the routing's tiles: 8, 16, 64, 128; 0 for the chosen.")] = 0,
     torch16: Annotated[bool, typer.Option("--torch16/--no-torch16", help="Time torch's 16-bit experts beside.")] = True,
-    marlin: Annotated[bool, typer.Option("--marlin", help="Time vLLM's Marlin experts beside (pip install vllm).")] = False,
+    rivals: Annotated[
+        str, typer.Option(help="Time beside, from vLLM's wheel (pip install vllm): marlin,triton,wna16,humming; or none.")
+    ] = "none",
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-experts.json.")
     ] = None,
@@ -146,7 +148,7 @@ def experts(
         document = read_json(report_file, bench.RESULT, bench.SCHEMA)
     else:
         path, document = bench.run(
-            bench.make_request(models, formats, tokens, tiles, torch16, tile_rows, marlin), out_file, say
+            bench.make_request(models, formats, tokens, tiles, torch16, tile_rows, rivals), out_file, say
         )
         say(f"wrote {path}")
     shown = Table(*bench.COLUMNS)

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.limits import weight_bytes
 from benchmarks.protocol import capture
 from lowbit.eval.results import require_keys, versions, write_json
-from lowbit.formats import parse_scheme
+from lowbit.formats import PerBlock, parse_scheme
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.experts import (
     FEW_ROWS,
@@ -33,13 +33,15 @@ from lowbit.kernels.choose.experts import (
 )
 from lowbit.kernels.reference.experts import EXPERT_GATES, expert_gemm_reference
 from lowbit.ops.expert_gemm import expert_gemm, plan_for, sum_slots
+from lowbit.ops.quantize_activations import Activations, quantize_activations
 from lowbit.ops.route import Routing
-from lowbit.pack import ExpertWeight
+from lowbit.ops.scaled_expert_gemm import scaled_expert_gemm
+from lowbit.pack import ExpertOperandWeight, ExpertWeight
 from lowbit.quantize import rtn
 from lowbit.tune.timing import TOLERANCE, WrongResult, failures, l2_bytes, reason
 
 if TYPE_CHECKING:
-    from benchmarks.experts_rivals import MarlinExperts
+    from benchmarks.experts_rivals import Rival, Source
 
 RESULT = "lowbit bench experts"
 SCHEMA = 1
@@ -56,13 +58,14 @@ Mixtral-8x7B with 32 KiB in flight took 66 us at 16 tokens, and 103 us in a mode
 
 PROTOCOL = (
     "Time per call inside one CUDA graph of many calls, each with logits and x of its own, so that other experts are hit. The "
-    "calls read copies of the layer in turn, 4 GiB of ours and of Marlin's (of torch16 one copy). The "
+    "calls read copies of the layer in turn, 4 GiB of ours and of a rival's (of torch16 one copy). The "
     f"median of {REPLAYS} replays. Logits are Gaussian and independent: tokens choose experts uniformly. limit_us = bytes of "
     "codes and scales of the experts that the calls hit, each once, at the read bandwidth measured in the same run; x and y "
     "are not counted. rel_err compares the first call's output, after it was filled with NaN, with a float64 layer of the same "
     "dequantized weights. torch16: torch._grouped_mm over bf16 experts, with topk, sort, gather, gate, index_add. Parts are "
-    "timed the same way, each in a graph of its own. vllm-marlin: vLLM's operators of fused_marlin_moe on the same codes, with "
-    "this library's gate kernel."
+    "timed the same way, each in a graph of its own. Rivals are called as vLLM calls them, on the same codes, routed by vLLM's "
+    "kernels; `kernel` names the product. The gate of Marlin, Triton int4, CUDA and Humming is a kernel of this project. "
+    "Scales of MXFP4 (w4e2m1a16_g32) are powers of two for all."
 )
 ROW_KEYS = frozenset({"model", "impl", "scheme", "tokens", "us", "limit_us", "experts_hit", "rel_err", "error"})
 
@@ -97,9 +100,8 @@ TOKENS = (1, 4, 16, 64, 256, 1024)
 class ExpertRequest:
     """What is measured: models and schemes by name, token counts.
 
-    `tiles`: candidate tiles of each product are timed too. `torch16`: torch's 16-bit experts are timed too. `marlin`: vLLM's
-    Marlin experts are timed too; they need the operator library of an installed vLLM wheel. `tile_rows`: rows per tile of the
-    routing; 0 means `tile_rows_for`.
+    `tiles`: candidate tiles of each product are timed too. `torch16`: torch's 16-bit experts are timed too. `rivals`: names of
+    RIVALS, timed too; they need vLLM's wheel. `tile_rows`: rows per tile of the routing; 0 means `tile_rows_for`.
     """
 
     models: tuple[str, ...]
@@ -107,31 +109,37 @@ class ExpertRequest:
     tokens: tuple[int, ...]
     tiles: bool
     torch16: bool
-    marlin: bool
+    rivals: tuple[str, ...] = ()
     tile_rows: int = 0
 
 
 def make_request(
     models: str | None, schemes: str | None, tokens: str | None, tiles: bool, torch16: bool, tile_rows: int = 0,
-    marlin: bool = False,
+    rivals: str = "none",
 ) -> ExpertRequest:  # fmt: skip
-    """Returns the request for comma-separated options; None means all. Raises ValueError for unknown models and for schemes
-    with 8-bit activations.
+    """Returns the request for comma-separated options; None means all, "none" no rival. Raises ValueError for unknown names and
+    for what cannot be timed together.
     """
+    from benchmarks.experts_rivals import RIVALS
+
     names = tuple(MODELS) if models is None else tuple(dict.fromkeys(models.split(",")))
     for name in names:
         if name not in MODELS:
             raise ValueError(f"--models: known models are {', '.join(MODELS)}, got {name!r}")
     chosen = SCHEMES if schemes is None else tuple(dict.fromkeys(schemes.split(",")))
-    for scheme in map(parse_scheme, chosen):
-        if scheme.activation is not None:
-            raise ValueError(f"--formats: products of experts take schemes of 16-bit activations, as w4a16_g128, not {scheme}")
+    eight = [scheme for scheme in chosen if parse_scheme(scheme).activation is not None]
+    if eight and tiles:
+        raise ValueError(f"--tiles: tiles are timed with 16-bit activations, not {eight[0]}")
     counts = TOKENS if tokens is None else tuple(int(part) for part in tokens.split(","))
     if min(counts) < 1:
         raise ValueError(f"--tokens: at least 1, got {tokens}")
     if tile_rows not in (0, *FEW_ROWS, *MANY_ROWS):
         raise ValueError(f"--tile-rows: products of experts have tiles of {(*FEW_ROWS, *MANY_ROWS)} rows, not {tile_rows}")
-    return ExpertRequest(names, chosen, counts, tiles, torch16, marlin, tile_rows)
+    others = () if rivals == "none" else tuple(dict.fromkeys(rivals.split(",")))
+    for rival in others:
+        if rival not in RIVALS:
+            raise ValueError(f"--rivals: known rivals are {', '.join(RIVALS)}, or none, got {rival!r}")
+    return ExpertRequest(names, chosen, counts, tiles, torch16, others, tile_rows)
 
 
 def layer_bytes(layer: ExpertLayer, scheme: str | None) -> float:
@@ -142,40 +150,56 @@ def layer_bytes(layer: ExpertLayer, scheme: str | None) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The packed weights of a layer in one scheme, and its biases or None."""
+    """The packed weights of a layer in one scheme, and its biases, in the order of its rows, or None."""
 
-    gate_up: ExpertWeight
-    down: ExpertWeight
+    gate_up: ExpertWeight | ExpertOperandWeight
+    down: ExpertWeight | ExpertOperandWeight
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
+    @property
+    def is_scaled(self) -> bool:
+        """True with 8-bit activations. Rows of gate then precede those of up, and the gate is a step of its own."""
+        return isinstance(self.gate_up, ExpertOperandWeight)
 
-def matrices(layer: ExpertLayer, scheme: str) -> list[Sequence[Any]]:
-    """Returns the quantized matrices of gate, up and down of all experts: random Gaussian, rounded to nearest. A matrix is
-    recreated, with equal values, at each access, so that only one is in memory."""
 
-    class Matrices(Sequence[Any]):
-        def __init__(self, n: int, k: int, seed: int) -> None:
-            self.size, self.seed = (n, k), seed
+class Matrices(Sequence[Any]):
+    """The quantized matrices [n, k] of the experts of a layer: random Gaussian, rounded to nearest. A matrix is recreated, with
+    equal values, at each access, so that only one is in memory. Scales of MXFP4 are rounded to powers of two."""
 
-        def __len__(self) -> int:
-            return layer.experts
+    def __init__(self, layer: ExpertLayer, scheme: str, n: int, k: int, seed: int) -> None:
+        self.experts, self.scheme, self.size, self.seed = layer.experts, parse_scheme(scheme), (n, k), seed
 
-        def __getitem__(self, e: Any) -> Any:
-            if not 0 <= e < layer.experts:
-                raise IndexError(e)
-            own = torch.Generator("cuda").manual_seed(1000 * self.seed + e)
-            return rtn(torch.randn(*self.size, device="cuda", generator=own) / math.sqrt(self.size[1]), scheme)
+    def __len__(self) -> int:
+        return self.experts
 
-    gate, up = (Matrices(layer.size, layer.hidden, seed) for seed in (1, 2))
-    return [gate, up, Matrices(layer.hidden, layer.size, 3)]
+    def __getitem__(self, e: Any) -> Any:
+        from benchmarks.experts_rivals import is_mxfp4
+
+        if not 0 <= e < self.experts:
+            raise IndexError(e)
+        own = torch.Generator("cuda").manual_seed(1000 * self.seed + e)
+        q = rtn(torch.randn(*self.size, device="cuda", generator=own) / math.sqrt(self.size[1]), self.scheme)
+        return replace(q, scale=q.scale.float().log2().round().exp2().to(q.scale.dtype)) if is_mxfp4(self.scheme) else q
+
+
+def matrices(layer: ExpertLayer, scheme: str) -> tuple[Matrices, Matrices, Matrices]:
+    """Returns the matrices of gate, up and down."""
+    gate, up = (Matrices(layer, scheme, layer.size, layer.hidden, seed) for seed in (1, 2))
+    return gate, up, Matrices(layer, scheme, layer.hidden, layer.size, 3)
 
 
 def make_weights(layer: ExpertLayer, scheme: str) -> Weights:
     """Returns the packed weights of a layer and random biases."""
     generator = torch.Generator("cuda").manual_seed(1)
     gate, up, down_matrices = matrices(layer, scheme)
-    gate_up, down = ExpertWeight.pack_gated(gate, up), ExpertWeight.pack(down_matrices)
+    gate_up: ExpertWeight | ExpertOperandWeight
+    down: ExpertWeight | ExpertOperandWeight
+    if parse_scheme(scheme).activation is None:
+        gate_up, down = ExpertWeight.pack_gated(gate, up), ExpertWeight.pack(down_matrices)
+    else:
+        gate_up = ExpertOperandWeight.pack(Matrices(layer, scheme, 2 * layer.size, layer.hidden, 1))
+        down = ExpertOperandWeight.pack(down_matrices)
     if not layer.bias:
         return Weights(gate_up, down, None, None)
     biases = (
@@ -230,19 +254,72 @@ def calls_needed(layer: ExpertLayer, scheme: str | None, tokens: int, l2: int) -
     return min(MOST_CALLS, max(2, copies, math.ceil(9 * l2 / (hit * one)))), copies
 
 
+def quantized(x: Tensor, w: ExpertOperandWeight) -> Activations:
+    """Returns x as a layer of the weight's scheme quantizes it, with a scale for each token, or for 128 columns of one."""
+    assert w.scheme.activation is not None
+    group = w.scheme.granularity.k if isinstance(w.scheme.granularity, PerBlock) else 0
+    return quantize_activations(
+        x, w.scheme.activation, group=group, symmetric=not w.scheme.activation_zero, rule=w.scheme.rule.value
+    )
+
+
+def first_product(layer: ExpertLayer, w: Weights, x: Tensor | Activations, routing: Routing) -> Tensor:
+    """Returns the product with gate and up [slots, size], with the gate; of quantized x [slots, 2 * size], without it."""
+    if isinstance(x, Activations):
+        assert isinstance(w.gate_up, ExpertOperandWeight)
+        return scaled_expert_gemm(x, w.gate_up, routing, w.gate_up_bias)
+    assert isinstance(w.gate_up, ExpertWeight)
+    return expert_gemm(x, w.gate_up, routing, w.gate_up_bias, gate=layer.gate)
+
+
+def second_product(w: Weights, h: Tensor | Activations, routing: Routing) -> Tensor:
+    """Returns the product with down [slots, hidden], times the router's weights."""
+    if isinstance(h, Activations):
+        assert isinstance(w.down, ExpertOperandWeight)
+        return scaled_expert_gemm(h, w.down, routing, w.down_bias, per_slot=True, weighted=True)
+    assert isinstance(w.down, ExpertWeight)
+    return expert_gemm(h, w.down, routing, w.down_bias, per_slot=True, weighted=True, routed_before=True)
+
+
+def input_of(w: Weights, x: Tensor) -> Tensor | Activations:
+    """Returns x as the first product takes it."""
+    return quantized(x, w.gate_up) if isinstance(w.gate_up, ExpertOperandWeight) else x
+
+
+def inner_of(layer: ExpertLayer, w: Weights, h: Tensor) -> Tensor | Activations:
+    """Returns the first product's output as the second takes it. With 8-bit activations, torch computes the gate as in a model,
+    and the result is quantized."""
+    if not isinstance(w.down, ExpertOperandWeight):
+        return h
+    return quantized(EXPERT_GATES[layer.gate](*h.chunk(2, -1)), w.down)
+
+
 def block(layer: ExpertLayer, w: Weights, inputs: Inputs) -> Tensor:
-    """Computes the expert block of a layer: four launches, or a few more to route many tokens."""
+    """Computes the expert block of a layer: four launches, or a few more to route many tokens. With 8-bit activations there are
+    also those of the gate and of quantizing."""
     routing = route_once(layer, inputs.logits, inputs.routing.tile_rows)
-    h = expert_gemm(inputs.x, w.gate_up, routing, w.gate_up_bias, gate=layer.gate)
-    y = expert_gemm(h, w.down, routing, w.down_bias, per_slot=True, weighted=True, routed_before=True)
-    return sum_slots(y, layer.top_k, inputs.residual)
+    h = first_product(layer, w, input_of(w, inputs.x), routing)
+    return sum_slots(second_product(w, inner_of(layer, w, h), routing), layer.top_k, inputs.residual)
+
+
+def values(x: Tensor | Activations) -> Tensor:
+    """Returns the numbers that x represents, in float64."""
+    if isinstance(x, Tensor):
+        return x.double()
+    scale = x.scale.double()
+    if scale.dim() == 2 and scale.shape[1] > 1:
+        scale = scale.repeat_interleave(128, 1)[:, : x.codes.shape[1]]
+    return (x.codes.double() - (0 if x.zero is None else x.zero)) * scale
 
 
 def block_reference(layer: ExpertLayer, w: Weights, inputs: Inputs) -> Tensor:
-    """Computes the expert block in float64, except that h is rounded to bf16 between the products."""
+    """Computes the expert block in float64, except that h is rounded to bf16 between the products. For 8-bit activations x and
+    h are quantized too."""
     r = inputs.routing
-    h = expert_gemm_reference(inputs.x, w.gate_up, r.experts, None, w.gate_up_bias, gate=layer.gate).bfloat16()
-    y = expert_gemm_reference(h, w.down, r.experts, r.weights, w.down_bias, weighted=True)
+    x = values(input_of(w, inputs.x))
+    gate = "none" if w.is_scaled else layer.gate
+    h = expert_gemm_reference(x, w.gate_up, r.experts, None, w.gate_up_bias, gate=gate).bfloat16()
+    y = expert_gemm_reference(values(inner_of(layer, w, h)), w.down, r.experts, r.weights, w.down_bias, weighted=True)
     return y.unflatten(0, (-1, layer.top_k)).sum(1) + inputs.residual.double()
 
 
@@ -269,23 +346,20 @@ def lowbit_row(layer: ExpertLayer, weights: Sequence[Weights], inputs: Sequence[
     pairs = list(zip(itertools.cycle(weights), inputs))
     us, y = median_us([lambda w=w, i=i: block(layer, w, i) for w, i in pairs])  # type: ignore[misc]
     error = relative_error(y, block_reference(layer, weights[0], inputs[0]))
-    first = expert_gemm(inputs[0].x, weights[0].gate_up, inputs[0].routing, weights[0].gate_up_bias, gate=layer.gate)
+    given = [(w, i, input_of(w, i.x)) for w, i in pairs]
+    first = first_product(layer, weights[0], given[0][2], inputs[0].routing)
+    inner = inner_of(layer, weights[0], first)
     second = torch.randn(len(first), layer.hidden, device="cuda", dtype=first.dtype)
     rows = inputs[0].routing.tile_rows
     parts: dict[str, list[Callable[[], Tensor]]] = {
         "route": [lambda i=i: route_once(layer, i.logits, rows).order for _, i in pairs],  # type: ignore[misc]
-        "gate_up": [
-            lambda w=w, i=i: expert_gemm(i.x, w.gate_up, i.routing, w.gate_up_bias, gate=layer.gate)  # type: ignore[misc]
-            for w, i in pairs
-        ],
-        "down": [
-            lambda w=w, i=i: expert_gemm(  # type: ignore[misc]
-                first, w.down, i.routing, w.down_bias, per_slot=True, weighted=True, routed_before=True
-            )
-            for w, i in pairs
-        ],
+        "gate_up": [lambda w=w, i=i, x=x: first_product(layer, w, x, i.routing) for w, i, x in given],  # type: ignore[misc]
+        "down": [lambda w=w, i=i: second_product(w, inner, i.routing) for w, i in pairs],  # type: ignore[misc]
         "sum": [lambda i=i: sum_slots(second, layer.top_k, i.residual) for _, i in pairs],  # type: ignore[misc]
     }
+    if weights[0].is_scaled:
+        parts["gate"] = [lambda w=w: inner_of(layer, w, first).codes for w, _ in pairs]  # type: ignore[misc, union-attr]
+        parts["quantize"] = [lambda w=w, i=i: input_of(w, i.x).codes for w, i in pairs]  # type: ignore[misc, union-attr]
     return {"us": us, "rel_err": error, **{f"{name}_us": median_us(calls)[0] for name, calls in parts.items()}}
 
 
@@ -318,26 +392,25 @@ def torch16_row(layer: ExpertLayer, inputs: Sequence[Inputs]) -> dict[str, Any]:
     return {"us": us, "rel_err": None}
 
 
-def marlin_experts(layer: ExpertLayer, scheme: str) -> MarlinExperts:
-    """Returns vLLM's Marlin experts with a layer's weights. Raises ValueError unless the layer has a SiLU gate and no biases,
-    and the scheme is w4a16_g128."""
-    from benchmarks.experts_rivals import MarlinExperts
+def source_of(layer: ExpertLayer, scheme: str, weights: Weights) -> Source:
+    """Returns the experts of a layer for rivals: the same codes, and biases with those of gate first."""
+    from benchmarks.experts_rivals import Source
 
-    if layer.gate != "silu" or layer.bias or scheme != "w4a16_g128":
-        raise ValueError("vLLM's Marlin experts are timed with int4 codes in groups of 128, SiLU and no biases")
-    gate, up, down = matrices(layer, scheme)
-    return MarlinExperts(gate, up, down, layer.top_k, layer.normalize)
+    if weights.is_scaled:
+        raise ValueError(f"rivals are timed with 16-bit activations, not {scheme}")
+    bias = weights.gate_up_bias
+    if bias is not None:
+        bias = bias.unflatten(1, (-1, 2, 8)).transpose(1, 2).flatten(1)
+    normalized = layer.normalize or layer.softmax_over_selected
+    return Source(*matrices(layer, scheme), bias, weights.down_bias, layer.gate, layer.top_k, normalized)
 
 
-def marlin_row(
-    layer: ExpertLayer, rivals: Sequence[MarlinExperts], weights: Weights, inputs: Sequence[Inputs]
-) -> dict[str, Any]:  # fmt: skip
-    """Returns the row of vLLM's Marlin experts, compared with the float64 layer of the same weights."""
-    from benchmarks.experts_rivals import load
-
+def rival_row(layer: ExpertLayer, rivals: Sequence[Rival], weights: Weights, inputs: Sequence[Inputs]) -> dict[str, Any]:
+    """Returns the row of a rival's experts, compared with the float64 layer of the same weights."""
     pairs = zip(itertools.cycle(rivals), inputs)
     us, y = median_us([lambda r=r, i=i: r(i.x, i.logits, i.residual) for r, i in pairs])  # type: ignore[misc]
-    return {"us": us, "rel_err": relative_error(y, block_reference(layer, weights, inputs[0])), "version": load()}
+    error = relative_error(y, block_reference(layer, weights, inputs[0]))
+    return {"us": us, "rel_err": error, "version": rivals[0].version, "kernel": rivals[0].kernel}
 
 
 @dataclass(frozen=True, eq=False)
@@ -419,53 +492,85 @@ def compile_kernels(layer: ExpertLayer, weights: Weights, inputs: Inputs, trials
         pass
 
 
-def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Yields a row for each model, scheme and number of tokens; a failed row has its reason in `error`."""
-    for name, scheme in itertools.product(request.models, [*([None] if request.torch16 else []), *request.schemes]):
-        layer = MODELS[name]
-        weights: list[Weights] = []
-        rivals: list[MarlinExperts] = []
-        for tokens in request.tokens:
-            say(f"{name} {scheme or '16 bits'} {tokens} tokens")
-            calls, copies = calls_needed(layer, scheme, tokens, l2_bytes())
-            row: dict[str, Any] = {
-                "model": name, "impl": "lowbit" if scheme else "torch16", "scheme": scheme or "bf16", "tokens": tokens,
-                "us": None, "limit_us": None, "experts_hit": None, "rel_err": None, "error": None,
-            }  # fmt: skip
+class Layer:
+    """The measurement of one model's layer in one scheme; None is torch's 16-bit experts. Weights are packed once, for all
+    numbers of tokens."""
+
+    def __init__(self, name: str, scheme: str | None, request: ExpertRequest) -> None:
+        self.name, self.scheme, self.request, self.layer = name, scheme, request, MODELS[name]
+        self.weights: list[Weights] = []
+        self.rivals: dict[str, list[Rival]] = {}
+        self.refusals: dict[str, str] = {}
+
+    def blank_row(self, impl: str, tokens: int) -> dict[str, Any]:
+        """Returns a row without results."""
+        return {
+            "model": self.name, "impl": impl, "scheme": self.scheme or "bf16", "tokens": tokens, "us": None, "limit_us": None,
+            "experts_hit": None, "rel_err": None, "error": None,
+        }  # fmt: skip
+
+    def rows(self, tokens: int, read_bytes_per_s: float) -> Iterator[dict[str, Any]]:
+        """Yields the row of this library or of torch, then the rivals'; a failed row has its reason in `error`."""
+        layer, scheme = self.layer, self.scheme
+        calls, copies = calls_needed(layer, scheme, tokens, l2_bytes())
+        row = self.blank_row("lowbit" if scheme else "torch16", tokens)
+        common: dict[str, Any] = {}
+        inputs: list[Inputs] = []
+        try:
+            rows = self.request.tile_rows or tile_rows_for(tokens, layer.top_k, layer.experts, code_bits(scheme))
+            inputs = make_inputs(layer, tokens, calls, rows)
+            hit = statistics.mean(len(i.routing.experts.unique()) for i in inputs)
+            common = {"experts_hit": hit, "limit_us": hit * layer_bytes(layer, scheme) / read_bytes_per_s * 1e6}
+            row |= common
+            row |= torch16_row(layer, inputs) if scheme is None else self.own_row(scheme, inputs, copies)
+        except failures() as error:
+            row["error"] = reason(error)
+        yield row
+        for rival in self.request.rivals if scheme is not None else ():
+            row = self.blank_row(f"vllm-{rival}", tokens) | common
             try:
-                rows = request.tile_rows or tile_rows_for(tokens, layer.top_k, layer.experts, code_bits(scheme))
-                inputs = make_inputs(layer, tokens, calls, rows)
-                hit = statistics.mean(len(i.routing.experts.unique()) for i in inputs)
-                row |= {"experts_hit": hit, "limit_us": hit * layer_bytes(layer, scheme) / read_bytes_per_s * 1e6}
-                if scheme is None:
-                    row |= torch16_row(layer, inputs)
-                else:
-                    if not weights:
-                        first = make_weights(layer, scheme)
-                        others = range(copies - 1)
-                        weights = [
-                            first,
-                            *(replace(first, gate_up=first.gate_up.clone(), down=first.down.clone()) for _ in others),
-                        ]
-                    trials = trials_of(layer, weights, inputs, scheme) if request.tiles else []
-                    compile_kernels(layer, weights[0], inputs[0], trials)
-                    row |= lowbit_row(layer, weights, inputs)
-                    row["tile_rows"] = inputs[0].routing.tile_rows
-                    if request.tiles:
-                        row["tiles"] = [trial.row(weights, inputs) for trial in trials]
-                    if request.marlin:
-                        yield row
-                        row = {**row, "impl": "vllm-marlin", "us": None, "rel_err": None}
-                        row = {key: value for key, value in row.items() if key in ROW_KEYS}
-                        if not rivals:
-                            rivals = [marlin_experts(layer, scheme)]
-                            rivals += [rivals[0].copy() for _ in range(copies - 1)]
-                        row |= marlin_row(layer, rivals, weights[0], inputs)
+                row |= rival_row(layer, self.rival(rival, copies), self.weights[0], inputs)
             except failures() as error:
                 row["error"] = reason(error)
             yield row
+
+    def own_row(self, scheme: str, inputs: Sequence[Inputs], copies: int) -> dict[str, Any]:
+        """Returns the results of this library."""
+        if not self.weights:
+            first = make_weights(self.layer, scheme)
+            others = (replace(first, gate_up=first.gate_up.clone(), down=first.down.clone()) for _ in range(copies - 1))
+            self.weights = [first, *others]
+        trials = trials_of(self.layer, self.weights, inputs, scheme) if self.request.tiles else []
+        compile_kernels(self.layer, self.weights[0], inputs[0], trials)
+        row = lowbit_row(self.layer, self.weights, inputs) | {"tile_rows": inputs[0].routing.tile_rows}
+        return row | ({"tiles": [trial.row(self.weights, inputs) for trial in trials]} if trials else {})
+
+    def rival(self, name: str, copies: int) -> list[Rival]:
+        """Returns the copies of a rival's experts. Raises ValueError with the reason if it refuses the layer."""
+        from benchmarks.experts_rivals import RIVALS, copied
+
+        if name in self.refusals:
+            raise ValueError(self.refusals[name])
+        if name not in self.rivals:
+            assert self.scheme is not None
+            try:
+                first = RIVALS[name](source_of(self.layer, self.scheme, self.weights[0]))
+            except failures() as error:
+                self.refusals[name] = reason(error)
+                raise
+            self.rivals[name] = [first, *(copied(first) for _ in range(copies - 1))]
+        return self.rivals[name]
+
+
+def measured(request: ExpertRequest, read_bytes_per_s: float, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each model, scheme, number of tokens and implementation."""
+    for name, scheme in itertools.product(request.models, [*([None] if request.torch16 else []), *request.schemes]):
+        layer = Layer(name, scheme, request)
+        for tokens in request.tokens:
+            say(f"{name} {scheme or '16 bits'} {tokens} tokens")
+            yield from layer.rows(tokens, read_bytes_per_s)
             torch.cuda.empty_cache()
-        del weights, rivals
+        del layer
         torch.cuda.empty_cache()
 
 

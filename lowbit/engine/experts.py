@@ -351,8 +351,6 @@ def expert_mlp_of(mlp: ExpertsMLP, dtype: torch.dtype, activation: Gate, batch_i
         return ExpertMLP(experts, mlp.router, router, GroupedProducts.of(experts, own), shared)
     experts.batch_invariant |= batch_invariant
     packed = [part.forms_for(dtype) for part in experts.packed().values()]
-    if batch_invariant and any(isinstance(weight, ExpertOperandWeight) for weight in packed):
-        raise UnsupportedProblem("experts with 8-bit activations have no product that is batch-invariant")
     return ExpertMLP(experts, mlp.router, router, PackedProducts.of(experts, packed[0], packed[1], batch_invariant), shared)
 
 

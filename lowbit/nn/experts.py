@@ -483,7 +483,7 @@ class QuantExperts(nn.Module):
         for name, part in self.packed().items():
             if not part.weight_scale.is_cuda:
                 return (f"{name} is on a CPU, whose sums depend on the batch",)
-            if part.scheme.activation is not None or why_slow(part.problem(dtype)):
+            if why_slow(part.problem(dtype)):
                 return (f"{name}: the kernels of experts do not take {part.scheme} with x of {dtype}",)
         return ()
 

@@ -52,7 +52,7 @@ def expert_mlp(
     (pack/gated.py), and a bias in the same order. apply_gate: the function that is applied to the output of the first product
     if the epilogue has none, as with a matrix for each expert; rows of gate and up then have the model's order. inner: the
     transform of the second product's input. residual [T, N] is added. routing: the result of `ops.route` for these experts and
-    weights, if there is one. batch_invariant: a row of y has the same bits in every batch; requires an `ExpertWeight`.
+    weights, if there is one. batch_invariant: a row of y has the same bits in every batch; requires weights in one object.
 
     Slots are summed in the order s = 0, 1, .. in float32 and rounded once. Raises ValueError for tensors that do not fit
     together.
@@ -95,7 +95,8 @@ def multiply_slots(
     """Returns y [T * top_k, N], a row for each slot. `expert_gemm` computes it for x in 16 bits, `scaled_expert_gemm` for
     quantized x.
 
-    Raises ValueError for a weight in the other form, and UnsupportedProblem for a gate or batch invariance with quantized x.
+    Rows of quantized x have the same bits in every batch, with or without `batch_invariant`. Raises ValueError for a weight in
+    the other form, and UnsupportedProblem for a gate with quantized x.
     """
     from lowbit.ops.expert_gemm import expert_gemm
     from lowbit.ops.scaled_expert_gemm import scaled_expert_gemm
@@ -110,8 +111,8 @@ def multiply_slots(
             batch_invariant=batch_invariant,
         )  # fmt: skip
     assert isinstance(w, ExpertOperandWeight)
-    if gate != "none" or batch_invariant:
-        raise UnsupportedProblem("experts: products with 8-bit activations have no gate and are not batch-invariant")
+    if gate != "none":
+        raise UnsupportedProblem("experts: products with 8-bit activations have no gate")
     return scaled_expert_gemm(x, w, routing, bias, per_slot=per_slot, weighted=weighted)
 
 

@@ -45,8 +45,8 @@ def scaled_expert_gemm(
             [1], [rows, 1] or [rows, ceil(K / 128)]; zero int32 [rows, 1], [1] or None, with int8.
         weighted: rows of y are multiplied by the router weight of their slot before they are rounded.
 
-    Sums of int8 x are exact; sums of fp8 x are computed in float32. The same input gives the same bits. Raises ValueError for
-    tensors that do not fit together.
+    Sums of int8 x are exact; sums of fp8 x are computed in float32, K in order. A row of y has the same bits in every batch and
+    for every `tile_rows` of the routing. Raises ValueError for tensors that do not fit together.
     """
     y: Tensor = torch.ops.lowbit.scaled_expert_gemm(
         x.codes, x.scale, x.zero, w.codes, w.scale, w.channel_scale, w.sums, bias, routing.experts, routing.weights,

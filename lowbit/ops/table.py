@@ -370,11 +370,6 @@ def _scaled_mma(p: Problem) -> tuple[str, ...]:
     return _of_8_bits(p) or ((slower,) if "wgmma" in p.machine.arch.features else ())
 
 
-def _scaled_experts(p: Problem) -> tuple[str, ...]:
-    invariant = ("does not promise the same bits in every batch (batch_invariant)",)
-    return _of_8_bits(p) or (invariant if p.batch_invariant else ())
-
-
 @functools.lru_cache(maxsize=4096)
 def _tiles_8(p: Problem) -> tuple[Candidate[ScaledTile], ...]:
     assert p.machine is not None
@@ -464,7 +459,7 @@ KERNELS: tuple[Kernel, ...] = (
         partial(_experts, kind=RingTile), _tile_experts, experts=True,
     ),
     Kernel(
-        "expert_scaled_gemm", "kernels/sm80/expert_scaled_gemm.py", "sm_80 and newer", True, "operands", _scaled_experts,
+        "expert_scaled_gemm", "kernels/sm80/expert_scaled_gemm.py", "sm_80 and newer", True, "operands", _of_8_bits,
         experts=True,
     ),
     Kernel("experts_one_by_one", "ops/experts.py", "any device", False, "rows", lambda p: (), experts=True),

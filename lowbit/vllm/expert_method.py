@@ -52,7 +52,6 @@ class LowbitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         loading = self.source.loader(spec, params_dtype, torch.empty(0).device)
         register_expert_parameters(layer, loading, is_dummy())
         self.dtype, self.hidden, self.counts = params_dtype, hidden_size, token_counts_of()
-        self.captured = _captures_graphs()
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Returns None: vLLM's own kernels are not used."""
@@ -64,7 +63,7 @@ class LowbitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         """Packs the weights for the device's kernels, and compiles these kernels."""
         experts = LocalExperts(loaded_experts(layer), _activation(layer), layer.expert_map)
-        experts.prepare(self.source.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), captured=self.captured)
+        experts.prepare(self.source.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
         compile_expert_kernels(experts, self.hidden, layer.moe_config.experts_per_token, self.dtype, self.counts)
         layer.add_module("product", experts)
 
@@ -114,9 +113,3 @@ def _refusals(layer: Any) -> tuple[str, ...]:
     if config.device_config.device_type == "cpu" and importlib.util.find_spec(_CPU_ROUTER) is None:
         reasons.append("on a CPU this vLLM has no router for experts that are not its own, vLLM 0.32 has one")
     return tuple(reasons)
-
-
-def _captures_graphs() -> bool:
-    """Returns True if vLLM will capture CUDA graphs."""
-    mode = get_current_vllm_config().compilation_config.cudagraph_mode
-    return getattr(mode, "name", "NONE") != "NONE"

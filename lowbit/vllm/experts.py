@@ -504,11 +504,10 @@ class LocalExperts(nn.Module):
             expert_map = torch.cat([expert_map.to(device), expert_map.new_full((1,), -1, device=device)])
         self.register_buffer("numbers", expert_map, persistent=False)
 
-    def prepare(self, name: str, dtype: torch.dtype, *, batch_invariant: bool = False, captured: bool = False) -> None:
-        """Packs the weights for the device's kernels, for x of `dtype`. captured: True if CUDA graphs will capture the
-        products.
+    def prepare(self, name: str, dtype: torch.dtype, *, batch_invariant: bool = False) -> None:
+        """Packs the weights for the device's kernels, for x of `dtype`.
 
-        Raises ValueError, naming the layer, if no kernel supports it on a GPU, or if a graph cannot capture its products.
+        Raises ValueError, naming the layer, if no kernel supports it on a GPU. So CUDA graphs capture every layer that loads.
         """
         if batch_invariant:
             reasons = self.experts.batch_invariant_refusals(dtype)
@@ -518,12 +517,6 @@ class LocalExperts(nn.Module):
         for part in self.experts.packed().values():
             part.decode_bytes = dtype.itemsize
             on_gpu = part.weight_scale.device.type == "cuda"
-            if on_gpu and captured and part.scheme.activation is not None:
-                raise ValueError(
-                    f"{name}: experts of {part.scheme} with 8-bit activations are multiplied one after another on a GPU, which "
-                    "CUDA graphs cannot capture; quantize them with 16-bit activations, as w4a16_g128 or w8a16, or serve with "
-                    "--enforce-eager"
-                )
             reasons = why_slow(part.problem(dtype)) if on_gpu else ()
             if reasons:
                 raise ValueError(

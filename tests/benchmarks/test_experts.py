@@ -13,16 +13,22 @@ from benchmarks.experts import (
     Weights,
     block_reference,
     calls_needed,
+    first_product,
+    inner_of,
+    input_of,
     layer_bytes,
     make_request,
     relative_error,
     run,
+    second_product,
+    source_of,
     table,
     tile_lines,
+    values,
 )
-from benchmarks.experts_rivals import pack_codes
-from lowbit.ops.expert_gemm import expert_gemm, sum_slots
-from lowbit.pack import ExpertWeight
+from lowbit.ops.expert_gemm import sum_slots
+from lowbit.ops.quantize_activations import Activations
+from lowbit.pack import ExpertOperandWeight, ExpertWeight
 from lowbit.quantize import rtn
 from lowbit.tune.timing import WrongResult
 from tests.kernels.routing import choices, routing_of
@@ -34,8 +40,12 @@ def test_requests():
     assert make_request(None, None, None, False, True).models == tuple(MODELS)
     with pytest.raises(ValueError, match="known models are Qwen3-30B-A3B, .* got 'Llama'"):
         make_request("Llama", None, None, False, True)
-    with pytest.raises(ValueError, match="schemes of 16-bit activations, as w4a16_g128, not w8a8"):
-        make_request(None, "w8a8", None, False, True)
+    assert make_request(None, "w8a8", None, False, True).schemes == ("w8a8",)
+    with pytest.raises(ValueError, match="--tiles: tiles are timed with 16-bit activations, not w8a8"):
+        make_request(None, "w4a16_g128,w8a8", None, True, True)
+    assert make_request(None, None, None, False, True, rivals="marlin,humming").rivals == ("marlin", "humming")
+    with pytest.raises(ValueError, match="known rivals are marlin, triton, wna16, humming, or none, got 'sglang'"):
+        make_request(None, None, None, False, True, rivals="marlin,sglang")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         make_request(None, None, "0", False, True)
     with pytest.raises(ValueError, match=r"tiles of \(8, 16, 64, 128\) rows, not 32"):
@@ -71,14 +81,38 @@ def test_the_block_equals_its_reference():
     )  # fmt: skip
     x, residual = torch.randn(2, 7, 64, generator=generator).bfloat16()
     routing = routing_of(choices(7, 2, 5, generator), 5, 8)
-    h = expert_gemm(x, w.gate_up, routing, w.gate_up_bias, gate=layer.gate)
-    y = sum_slots(expert_gemm(h, w.down, routing, w.down_bias, per_slot=True, weighted=True), 2, residual)
+    h = first_product(layer, w, input_of(w, x), routing)
+    y = sum_slots(second_product(w, inner_of(layer, w, h), routing), 2, residual)
     reference = block_reference(layer, w, Inputs(x, residual, torch.empty(0), routing))
     assert relative_error(y, reference) < 5e-3
     with pytest.raises(WrongResult, match="relative error"):
         relative_error(y.roll(1, 0), reference)
     with pytest.raises(WrongResult, match="not finite"):
         relative_error(y.index_fill(0, torch.tensor([3]), float("nan")), reference)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8_dynamic", "fp8_block"])
+def test_the_block_with_8_bit_activations_equals_its_reference(scheme):
+    """Rows of gate precede those of up; the gate and the quantization stand between the products."""
+    layer, generator = ExpertLayer(4, 2, 128, 256), torch.Generator().manual_seed(0)
+
+    def packed(n, k):
+        return ExpertOperandWeight.pack([rtn(torch.randn(n, k, generator=generator) * k**-0.5, scheme) for _ in range(4)])
+
+    w = Weights(packed(512, 128), packed(128, 256), None, None)
+    x, residual = torch.randn(2, 5, 128, generator=generator).bfloat16()
+    routing = routing_of(choices(5, 2, 4, generator), 4, 8)
+    given = input_of(w, x)
+    assert (
+        w.is_scaled and isinstance(given, Activations) and float((values(given) - x.double()).norm() / x.double().norm()) < 0.05
+    )
+    h = first_product(layer, w, given, routing)
+    assert h.shape == (10, 512)
+    y = sum_slots(second_product(w, inner_of(layer, w, h), routing), 2, residual)
+    inputs = Inputs(x, residual, torch.empty(0), routing)
+    assert relative_error(y, block_reference(layer, w, inputs)) < 5e-3
+    with pytest.raises(ValueError, match=f"rivals are timed with 16-bit activations, not {scheme}"):
+        source_of(layer, scheme, w)
 
 
 def test_table_and_tiles():
@@ -104,17 +138,3 @@ def test_table_and_tiles():
         "    chosen A: 11.00 us, modelled 10.00",
         "    fastest B: 9.00 us, modelled 10.50",
     ]
-
-
-def test_marlin_words_hold_the_codes_of_a_threads_fragments():
-    """Nibbles i and i + 4 of a word are neighbours along K. One mask on both halves of the word extracts such a pair."""
-    number, places = torch.arange(64 * 32).view(64, 32), torch.zeros(2, 128, 8, dtype=torch.long)
-    for digit in range(3):
-        words = pack_codes(number >> 4 * digit & 15)
-        places += torch.stack([words >> 4 * i & 15 for i in range(8)], -1).long() << 4 * digit
-    assert torch.equal(places.flatten().sort().values, number.flatten()), "each code once"
-    row, k = places // 32, places % 32
-    assert torch.equal(row[..., 4:], row[..., :4]) and torch.equal(k[..., 4:], k[..., :4] + 1)
-    assert torch.equal(row[..., 2:4], row[..., :2] + 8) and torch.equal(k[..., 1], k[..., 0] + 8)
-    lane = torch.arange(128) // 4
-    assert torch.equal(row[0, :, 0], lane // 4 + torch.arange(128) % 4 * 16) and torch.equal(k[0, :, 0], lane % 4 * 2)

@@ -167,12 +167,13 @@ def by_kernels(mlp, dtype, activation, batch_invariant):
     return ExpertMLP(experts, mlp.router, router, PackedProducts.of(experts, *packed, batch_invariant), shared)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_experts_with_8_bit_activations_as_a_gpu_runs_them(name, monkeypatch):
+def test_experts_with_8_bit_activations_as_a_gpu_runs_them(name, batch_invariant, monkeypatch):
     model = tiny_experts(name, torch.float32)
     convert(model, "w8a8", skip=["*self_attn*", "*shared_expert*", "lm_head"])
     monkeypatch.setattr(program_module, "expert_mlp_of", by_kernels)
-    program, difference = difference_to(model, lambda: program_of(model))
+    program, difference = difference_to(model, lambda: program_of(model, batch_invariant))
     assert isinstance(program.layers[0].experts.products.gate_up, ExpertOperandWeight)
     assert difference < 2e-3
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lowbit.formats import parse_scheme
-from lowbit.nn import PackedExperts, QuantExperts, convert, plan_conversion
+from lowbit.nn import PackedExperts, QuantExperts, convert, make_batch_invariant, plan_conversion
 from lowbit.nn.decoding import allow_decoding
 from lowbit.nn.experts import GateRule, expert_refusals, expert_weights, gate_rule
+from lowbit.ops.table import UnsupportedProblem
 from lowbit.pack.gated import alternate
 from tests.tiny_experts import MODELS, tiny_experts
 
@@ -244,6 +245,26 @@ def test_experts_on_a_gpu(name, scheme, tokens):
     error = (y.double() - expected).abs().max() / expected.abs().max()
     assert error < (0.02 if parse_scheme(scheme).activation is None else 0.1)
     assert all(torch.equal(t.cpu(), state[key]) for key, t in quantized.state_dict().items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("scheme", ["w4a16_g32", "w8a8", "fp8_dynamic"])
+def test_a_batch_invariant_layer_on_a_gpu(name, scheme):
+    """A token's output has the same bits alone and in a batch; a router of more tokens has tiles of more rows."""
+    quantized = converted(experts_of(name, torch.bfloat16), scheme).cuda()
+    make_batch_invariant(quantized, torch.bfloat16)
+    assert quantized.batch_invariant
+    x, chosen, weights = (t.repeat(60, 1).cuda() for t in inputs(torch.bfloat16))
+    with torch.no_grad():
+        whole = quantized(x, chosen, weights)
+        for tokens in (1, 7, 100):
+            assert torch.equal(quantized(x[:tokens], chosen[:tokens], weights[:tokens]), whole[:tokens])
+
+
+def test_experts_on_a_cpu_are_not_batch_invariant():
+    with pytest.raises(UnsupportedProblem, match="is on a CPU, whose sums depend on the batch"):
+        make_batch_invariant(converted(experts_of("mixtral"), "w8a8"), torch.bfloat16)
 
 
 @pytest.mark.gpu

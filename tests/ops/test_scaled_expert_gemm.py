@@ -114,6 +114,25 @@ def test_a_layer_of_experts(mixed):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [*INT8, *FP8])
+def test_a_row_has_the_same_bits_in_every_batch(scheme):
+    """One block sums all of K for its rows, whatever the batch and the rows of the routing's tiles."""
+    if torch.cuda.get_device_capability() < (8, 9) and scheme in FP8:
+        pytest.skip("fp8 needs sm_89 or newer")
+    generator = torch.Generator().manual_seed(4)
+    w = ExpertOperandWeight.pack(matrices(scheme, 8, 512, 1024, "cuda"))
+    x = torch.randn(200, 1024, generator=generator).to("cuda", torch.bfloat16)
+    experts, weights = choices(200, 2, 8, generator, "cuda"), torch.rand(200, 2, generator=generator).cuda()
+    whole = None
+    for tokens in (200, 1, 7, 40, 129):
+        for rows in (8, 16, 64, 128):
+            routing = routing_of(experts[:tokens], 8, rows, weights[:tokens].cpu())
+            y = scaled_expert_gemm(quantized(x[:tokens], scheme), w, routing, weighted=True)
+            whole = y if whole is None else whole
+            assert torch.equal(y, whole[: 2 * tokens]), (tokens, rows)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tile_rows", [8, 16, 64, 128])
 @pytest.mark.parametrize("scheme", [*INT8, *FP8])
 def test_on_a_gpu(scheme, tile_rows):

@@ -286,6 +286,7 @@ def test_one_row_takes_a_layer_of_experts(scheme, machine):
         assert kernel.experts and "8 of 128 experts" in str(problem)
         if parse_scheme(scheme).activation is not None:
             assert kernel.name == "expert_scaled_gemm"
+            assert choose(replace(problem, batch_invariant=True)) == kernel
         else:
             many = "expert_wgmma_gemm" if machine.arch.sm == 90 else "expert_mma_gemm"
             # formats with more bits take large tiles from fewer rows on

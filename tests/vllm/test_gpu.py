@@ -133,16 +133,10 @@ def test_logits_and_tokens_on_a_gpu(folder, tmp_path, scheme):
     compare(tmp_path / "own", scheme)
 
 
-@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w3a16_g64_z"])
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w3a16_g64_z", "w8a8", "fp8_dynamic"])
 def test_logits_and_tokens_of_experts_on_a_gpu(mixture, tmp_path, scheme):
     quantize_checkpoint(mixture, tmp_path / "own", scheme)
     compare(tmp_path / "own", scheme)
-
-
-def test_experts_with_8_bit_activations_and_graphs_are_refused_on_a_gpu(mixture, tmp_path):
-    quantize_checkpoint(mixture, tmp_path / "own", "w8a8")
-    with pytest.raises(AssertionError, match=r"mlp.experts: experts of w8a8 with 8-bit activations .* --enforce-eager"):
-        answers(tmp_path / "own", [[1, 2]])
 
 
 @two_gpus

@@ -7,7 +7,7 @@ Reads   x of 8 bits, rows gathered by slot; w of pack/expert_operand.py; the lis
 Grid    the largest possible number of tiles, times blocks of 64 rows of w. The number of tiles is read from memory; blocks
         beyond it return at once. Blocks of the same tile are neighbours, and the next tile is often one of the same expert
 Sum     int8 in s32, exact; fp8 in fp32, K in order. Where scales change along K, sums over 128 columns of K are scaled and
-        added in fp32
+        added in fp32. One block sums all of K for its rows, so a row of y has the same bits in every batch
 Epilogue  zeros, scales, bias of the expert, router weight; a row of y for each slot, rounded once
 Exact   every weight is dequantized exactly, never rounded. Tested: tests/ops/test_scaled_expert_gemm.py
 Source  mma.m16n8k32 and its fragments: PTX ISA
