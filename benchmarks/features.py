@@ -104,7 +104,7 @@ TASKS = {
     "long summary": f"Write a detailed summary of this text:\n\n{PAGE}\n\n{MORE}",
     "sampled prose": STORY,
 }
-SETTINGS = {"sampled prose": Sampling(temperature=0.8, top_p=0.95, seed=1, min_new_tokens=TASK_TOKENS)}
+SETTINGS = {"sampled prose": Sampling(temperature=1.0, top_p=0.95, seed=2, min_new_tokens=TASK_TOKENS)}
 """Sampling of a task; greedy by default. Greedy prose of a small model repeats itself, sampled prose does not."""
 
 Row = dict[str, Any]
@@ -348,7 +348,8 @@ def _mixed(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[
         engine = _engine(model, max_concurrent=USERS, max_length=pages_for(PROMPT + OUTPUT) * 128, **limit)
         if what == "apart":  # as before steps could have both
             engine.mixed_runner.takes = lambda chunks, rows: False  # type: ignore[method-assign]
-        _warm_up_greedy(engine, what == "mixed", lambda line, what=what: progress(f"{what}, {line}"))
+        progress(f"{what}, an engine with its graphs")
+        _warm_up_greedy(engine, what == "mixed", progress)
         _served(engine, USERS, None, seed=0)
         progress(f"{what}, as many as it takes")
         capacity, _ = _served(engine, REQUESTS, None, seed=1)
@@ -432,7 +433,7 @@ def _guesses(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterato
         speeds: dict[int, list[float]] = {0: [], 7: []}
         tokens: dict[int, list[int]] = {}
         counts = {}
-        asked = {"sampling": SETTINGS.get(name, Sampling()), "stop_token_ids": frozenset([_stop(tokenizer)])}
+        asked: Row = {"sampling": SETTINGS.get(name, Sampling()), "stop_token_ids": frozenset([_stop(tokenizer)])}
         progress(f"{name}, {len(prompt)} tokens")
         for _ in range(TASK_ROUNDS + 1):  # the first round captures, and fills the prefix cache
             for speculate, engine in engines.items():
@@ -445,10 +446,12 @@ def _guesses(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterato
                 counts[speculate] = [after - since for after, since in zip(_counts(engine), before, strict=True)]
         plain, guessed = (statistics.median(speeds[speculate][1:]) for speculate in (0, 7))
         same = next((i for i, (a, b) in enumerate(zip(*tokens.values(), strict=False)) if a != b), len(tokens[7]))
+        speculation = engines[7].speculation
+        assert speculation is not None
         yield {
             "what": name, "rows": 1, "plain_tokens_per_s": plain, "tokens_per_s": guessed, "ratio": guessed / plain,
             "tokens": len(tokens[7]), "same_tokens": same, "steps_with_guesses": counts[7][0], "drafted": counts[7][1],
-            "accepted": counts[7][2], "waits": counts[7][3], "step_ratio": engines[7].speculation.clock.ratio,
+            "accepted": counts[7][2], "waits": counts[7][3], "step_ratio": speculation.clock.ratio,
         }  # fmt: skip
 
 
