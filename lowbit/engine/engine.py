@@ -460,13 +460,18 @@ class Engine:
 
     def _captures(self) -> int:
         """Returns the number of graphs of steps and prompts that are captured."""
-        return sum(runner.captures for runner in (self.decode_runner, self.prefill_runner, self.mixed_runner))
+        runners = (self.decode_runner, self.prefill_runner, self.mixed_runner, self.runner.verify_runner)
+        return sum(runner.captures for runner in runners if runner is not None)
 
     def _launch_parts(self, scheduled: SchedulerOutput) -> None:
         """Launches the decode step, then the prefill chunks."""
         if scheduled.decoding:
+            captured = self._captures()
             self._in_flight.append(self._decode(scheduled))
             self._in_flight[-1].alone = not scheduled.chunks and all(s.grammar is None for s in scheduled.decoding)
+            if self._captures() != captured:
+                for step in self._in_flight:
+                    step.alone = False
         if scheduled.chunks and self.program.is_paged:
             self._prefill(scheduled.chunks, scheduled)
         else:

@@ -52,7 +52,7 @@ class InFlightStep:
     the event `done` has passed, and the number of tokens that were read so far. drafts: guessed tokens of each sequence that
     the step verifies; empty for a step without guesses. With guesses, a sequence has one row more than guesses. status: a copy
     of `ModelProgram.status`. check: raises an error if the results will never arrive; None if they always do. alone: True for a
-    decode step without prompts and grammars, which take time of their own.
+    decode step without prompts and grammars, which take time of their own, if no graph was captured meanwhile.
     """
 
     sequences: list[Sequence]

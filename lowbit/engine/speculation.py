@@ -56,11 +56,10 @@ as it is known.
 """
 
 MEASURED, ENOUGH = 9, 3
-"""A cost is the median of the latest measurements, as soon as there are so many. Steps that compile kernels or capture graphs
-are outliers."""
+"""A cost is the median of the latest measurements, as soon as there are so many."""
 
-REMEASURED = 256
-"""Number of plain steps after which a measurement of a verified step is dropped, so that guesses are tried again at times."""
+MOST_COST = 2 * STEP_COST
+"""Largest measured cost. With it guesses of a sequence that repeats a text still pay, so that they are measured again."""
 
 
 class StepClock:
@@ -71,11 +70,9 @@ class StepClock:
         self._costs: deque[float] = deque(maxlen=MEASURED)
         self._ratios: deque[float] = deque(maxlen=MEASURED)
         self._last: tuple[int, int, float] | None = None
-        self._since = 0
 
     def read(self, sequences: int, guesses: int, now: float, alone: bool = True) -> None:
-        """Takes the time `now`, in seconds, at which the tokens of a step were read. `alone`: False if the step has prompts or
-        grammars too, which take time of their own."""
+        """Takes the time `now`, in seconds, at which the tokens of a step were read. `alone`: see `InFlightStep`."""
         last, self._last = self._last, (sequences, guesses, now) if alone else None
         if last is None or self._last is None or last[0] != sequences:
             return
@@ -83,17 +80,13 @@ class StepClock:
         if not guesses:
             if not last[1]:  # launched ahead, while the step before was running
                 self._plain.setdefault(sequences, deque(maxlen=MEASURED)).append(taken)
-            self._since += 1
-            if self._since % REMEASURED == 0 and self._costs:
-                self._costs.popleft()
             return
-        self._since = 0
         plain = self._plain.get(sequences, ())
         if len(plain) >= ENOUGH:
             ratio = taken / max(statistics.median(plain), 1e-9)
             self._ratios.append(ratio)
             cost = ratio * (STEP_COST + sequences) - STEP_COST - sequences - guesses
-            self._costs.append(min(max(cost, 0.0), 4 * STEP_COST))
+            self._costs.append(min(max(cost, 0.0), MOST_COST))
 
     @property
     def verify_cost(self) -> float | None:

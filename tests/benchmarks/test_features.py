@@ -70,8 +70,8 @@ def test_requests_come_at_intervals(monkeypatch):
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    """Makes `lora` and `verify` run with a tiny model on a CPU, where nothing is compiled or captured. The "times" are 80 us for
-    a step of one row as the engine takes it, else 100, and 120 with guesses or adapters."""
+    """Makes `lora` and `verify` run with a tiny model on a CPU, where nothing is compiled or captured. The "times" are 80 us
+    for a step of one row as the engine takes it, else 100, and 120 with guesses or adapters."""
     running = []
 
     def launched(runner, *options):

@@ -19,9 +19,9 @@ from lowbit.engine.sequence import Sequence
 from lowbit.engine.speculation import (
     LOOKED_UP,
     MEASURED,
+    MOST_COST,
     MOST_DRAFTS,
     MOST_ROWS,
-    REMEASURED,
     VERIFY_COST,
     PromptLookup,
     Speculation,
@@ -398,10 +398,10 @@ def test_a_step_with_guesses_is_timed_beside_plain_ones():
     clock.read(1, 7, 900.0)
     clock.read(2, 7, 999.0)
     assert clock.ratio == pytest.approx(2.05), "steps beside prompts and of other sequences are not timed"
-    timed(clock, *[(0, 0.01)] * (3 * REMEASURED))
-    assert clock.verify_cost is None, "guesses are tried again after some time"
-    timed(clock, *[(7, 0.0001)] * MEASURED)
+    timed(clock, (0, 0.5), *[(7, 0.0001)] * MEASURED)
     assert clock.verify_cost == 0.0
+    timed(clock, *[(7, 9.0)] * MEASURED)
+    assert clock.verify_cost == MOST_COST
 
 
 def test_guesses_are_verified_if_they_pay_by_measured_times():
@@ -414,6 +414,8 @@ def test_guesses_are_verified_if_they_pay_by_measured_times():
     assert [*speculation.plan(likely).values()] == [7]
     speculation.count([None], [7], [4])
     assert speculation.speedup == pytest.approx(5 / 2.5)
+    timed(speculation.clock, *[(7, 9.0)] * MEASURED)
+    assert [*speculation.plan(likely).values()] == [7], "what is measured wrongly is measured again"
     assumed = Speculation(7, clock=speculation.clock)
     drafting = Speculation(7, object(), 5.0, measured=True, clock=speculation.clock)
     assert assumed.plan(unlikely) and assumed.verify_cost == drafting.verify_cost == VERIFY_COST
@@ -428,3 +430,21 @@ def test_steps_that_wait_for_nothing_are_counted(model):
         engine.step()
     assert tokens(sequence) == expected(model, sequence.request.prompt, 40)
     assert engine.speculation.waits >= 38 and engine.speculation.steps == 0
+
+
+def test_steps_that_capture_a_graph_are_not_timed(model, monkeypatch):
+    """Nor is the step before, whose tokens are read after the capture."""
+    engine, read = engine_of(model, speculate=3, max_length=256), []
+    monkeypatch.setattr(engine.speculation.clock, "read", lambda sequences, guesses, now, alone: read.append(alone))
+    sequence = engine.submit(Request(prompt(50), 12))
+    launch = engine.runner.launch_step
+
+    def capturing(*options):
+        engine.decode_runner.captures += len(read) == 5
+        return launch(*options)
+
+    monkeypatch.setattr(engine.runner, "launch_step", capturing)
+    while sequence.finish_reason is None:
+        engine.step()
+    assert read[0] is False and read[1:5] == [True] * 4, "the first token is the prompt's"
+    assert read[5:7] == [False, False] and all(read[7:]) and len(read) >= 12
