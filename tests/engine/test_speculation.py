@@ -448,3 +448,22 @@ def test_steps_that_capture_a_graph_are_not_timed(model, monkeypatch):
         engine.step()
     assert read[0] is False and read[1:5] == [True] * 4, "the first token is the prompt's"
     assert read[5:7] == [False, False] and all(read[7:]) and len(read) >= 12
+
+
+def test_measured_times_change_no_tokens(oracle, monkeypatch):
+    """Whatever costs are measured, greedy and sampled sequences have the tokens and log-probabilities of plain decoding."""
+    model = eager_llama()
+    make_batch_invariant(model, model.dtype)
+    plain = engine_of(model, batch_invariant=True).generate(requests_of())
+    oracle(plain, 0.3)
+    monkeypatch.setattr(Oracle, "share", property(lambda lookup: 0.6, lambda lookup, value: None), raising=False)
+    costs = random.Random(5)
+    monkeypatch.setattr(StepClock, "verify_cost", property(lambda clock: costs.choice([None, 0.0, 30.0, 300.0])))
+    found = []
+    for _ in range(2):
+        engine = engine_of(model, batch_invariant=True, speculate=5)
+        engine.speculation.measured = True
+        for got, wanted in zip(engine.generate(requests_of()), plain, strict=True):
+            assert got.sampled == wanted.sampled
+        found.append((engine.speculation.steps, engine.speculation.drafted))
+    assert found[0] != found[1] and min(found)[0] > 0, "the two runs verified other guesses"
