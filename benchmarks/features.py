@@ -5,7 +5,9 @@ Steps are of a language model of a known shape with random weights; guesses, whi
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import gc
 import itertools
 import json
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,23 +26,31 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lowbit
-from benchmarks.e2e import DTYPES, REPLAYS, fill, place, times_us
+from benchmarks.e2e import DTYPES, REPLAYS, computes_in_one_launch, fill, place, times_us
 from benchmarks.features_report import FEATURES, SCHEMA
 from benchmarks.language_model import meta_model, random_model
 from benchmarks.results import default_path, machine
 from lowbit.checkpoint.target import check_file
 from lowbit.engine import Engine, Grammar, GrammarCompiler, Request, Sampling
 from lowbit.engine.block_pool import pages_for
+from lowbit.engine.decode_runner import DecodeRunner
+from lowbit.engine.graphs import Graphs
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.verify_runner import VerifyRow
+from lowbit.engine.warm_up import Part, WarmUpRun
 from lowbit.eval.results import versions, write_json
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.tune.timing import failures, reason, warm_up
+
+if TYPE_CHECKING:
+    from lowbit.kernels.parts.launch import RecordedKernel
 
 PARTS = ("lora", "verify", "grammar", "mixed", "guesses")
 RANK, ADAPTERS = 16, 4
 ROUNDS = 3
 """Number of times that wall times are measured, in turn; the median counts."""
+TASK_ROUNDS = 9
+"""The same for tasks of the small model, which take some 50 ms."""
 USERS, PROMPT, OUTPUT, REQUESTS = 32, 512, 128, 160
 """The load for mixed steps: concurrent sequences, tokens of a prompt, tokens of an answer, number of requests."""
 LOAD = 0.95
@@ -49,15 +59,19 @@ CACHE_BYTES = 12 << 30
 
 PROTOCOL = (
     "Gaussian weights in the shape of the model. lora, verify: median of replays of the CUDA graph that the engine runs, timed "
-    "with events, at a context of `context` tokens. lora: adapters of rank 16 in all seven layers, random, of four names; one "
-    "row has one of them, several rows take turns with each and with none. verify: guessed tokens of one sequence in one step, "
-    "beside a step of one token. grammar: wall time per token of 16 sampled sequences, with a JSON schema (strings of any "
+    "with events, at a context of `context` tokens. plain_us: the plain step as the engine takes it, perhaps in one launch; "
+    "launches_us: the same by several launches a layer, as steps with adapters and guesses are. "
+    "lora: adapters of rank 16 in all seven layers, random, of four names; one row has one of them, several rows take turns "
+    "with each and with none. verify: guessed tokens of one sequence in one step, beside a step of one token. "
+    "grammar: wall time per token of 16 sampled sequences, with a JSON schema (strings of any "
     f"length) and without, median of {ROUNDS} rounds in turn; all tokens are random, as the weights are. mixed: {REQUESTS} "
     f"requests of {PROMPT} + {OUTPUT} tokens, {USERS} at once. Capacity is tokens/s with a request waiting always; at "
     f"{LOAD:.0%} of it requests come at equal intervals, and the times between a sequence's tokens are those on the host. "
     "Apart: prompts in chunks of up to 1,024 tokens run between steps. Mixed: prompts and steps in one forward. "
-    "All graphs are captured before. guesses: greedy tokens/s of a real model by prompt lookup of up to 7 tokens and without, "
-    f"from Python, median of {ROUNDS} rounds in turn."
+    "All graphs are captured before. guesses: tokens/s of a real model by prompt lookup of up to 7 tokens and without, greedy "
+    f"but for the task that is sampled, from Python, median of {TASK_ROUNDS} rounds in turn; waits: plain steps that were "
+    "launched late for guesses that were none in the end; step_ratio: the engine's own measure of a step with guesses by a "
+    "plain one, at the end of the task."
 )
 
 PAGE = (
@@ -70,13 +84,28 @@ PAGE = (
     "oil lamp, and read the diary in which the keepers wrote down every ship that passed. The last entry says that the "
     "fog had lifted and that the sea was calm."
 )
+MORE = (
+    "The keepers worked in three watches. The first man lit the lamp at dusk and trimmed its wick every two hours. The second "
+    "wound the clockwork that turned the lens, since its weight took four hours to sink to the foot of the tower. The third "
+    "wrote the weather and the ships into the diary and woke the others before dawn. Twice a month a boat brought oil, flour "
+    "and letters, if the sea allowed it. In the winter of 1897 it did not come for forty days, and the family lived on fish "
+    "and on the hens that they kept behind the tower. A teacher from the village came every spring and stayed for six weeks, "
+    "so that the children of the keepers learned to read. Two of them became keepers themselves, and one became a captain who "
+    "greeted the light with his horn whenever he passed. The lens was made in Paris and weighed two tons. It was taken down in "
+    "1974 and now stands in the hall of the museum, where children may turn it by hand."
+)
+STORY = "Tell me a story about a girl who finds a door in the forest."
+TASK_TOKENS = 200
 TASKS = {
     "summary": f"Summarize the text below in its own sentences, word for word, beginning with the first one.\n\n{PAGE}",
     "code": "Rewrite this function with the name `total` instead of `s`, and nothing else changed:\n\ndef mean(values):\n"
     "    s = 0\n    for value in values:\n        s = s + value\n    return s / len(values)\n",
-    "prose": "Tell me a story about a girl who finds a door in the forest.",
+    "prose": STORY,
+    "long summary": f"Write a detailed summary of this text:\n\n{PAGE}\n\n{MORE}",
+    "sampled prose": STORY,
 }
-TASK_TOKENS = 200
+SETTINGS = {"sampled prose": Sampling(temperature=1.0, top_p=0.95, seed=2, min_new_tokens=TASK_TOKENS)}
+"""Sampling of a task; greedy by default. Greedy prose of a small model repeats itself, sampled prose does not."""
 
 Row = dict[str, Any]
 
@@ -112,74 +141,127 @@ def run(config: FeaturesConfig, path: Path | None, progress: Callable[[str], Non
         "small_scheme": config.small_scheme, "protocol": PROTOCOL, "rows": rows,
     }  # fmt: skip
     measured = {"lora": _lora, "verify": _verified, "grammar": _grammar, "mixed": _mixed, "guesses": _guesses}
+    begun = time.perf_counter()
+
+    def say(line: str) -> None:
+        progress(f"{time.perf_counter() - begun:5.0f} s, {part}: {line}")
+
     for part in config.parts:
-        progress(part)
+        say("begins")
         try:
-            for row in measured[part](config, progress):
+            for row in measured[part](config, say):
+                say(f"{row['what']}, {row['rows']}")
                 rows.append({"part": part, "error": None, **row})
                 write_json(path, document)
         except failures() as error:
             rows.append({"part": part, "what": None, "error": reason(error)})
             write_json(path, document)
-        gc.collect()
-        torch.cuda.empty_cache()
+        _free()
+    _model.cache_clear()
     document["complete"] = True
     write_json(path, document)
     return path, document
 
 
+@functools.lru_cache(maxsize=1)
 def _model(config: FeaturesConfig) -> PreTrainedModel:
     return random_model(
         config.model, config.scheme, config.head, DTYPES[config.dtype], torch.device("cuda"), config.layers
     )  # fmt: skip
 
 
-def _engine(model: PreTrainedModel, progress: Callable[[str], None], **options: Any) -> Engine:
-    """Returns an engine with all its kernels compiled and random keys and values in its pages."""
+def _engine(model: PreTrainedModel, **options: Any) -> Engine:
+    """Returns an engine with random keys and values in its pages."""
     engine = Engine(model, prefix_caching=False, cache_bytes=CACHE_BYTES, **options)
     if not isinstance(engine.program, DecodeProgram) or engine.program.cache is None:
         raise ValueError(f"there is no decode program: {'; '.join(engine.program.reasons)}")
-    for stage in engine.compile():
-        progress(f"compiling, {stage.done} of {stage.total} kernels")
     for pages in engine.program.cache.layers:
         fill(pages)
     return engine
 
 
-def _ratio(what: str, rows: int, plain: float, taken: float, **more: Any) -> Row:
-    return {"what": what, "rows": rows, "plain_us": plain, "us": taken, "ratio": taken / plain, **more}
+def _compile(engine: Engine, kernels: Sequence[RecordedKernel], progress: Callable[[str], None]) -> None:
+    """Compiles kernels in several processes, those that are given twice once."""
+    for stage in engine.runner.compile([kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]):
+        if stage.done % 8 == 0:
+            progress(f"compiling, {stage.done} of {stage.total} kernels")
+
+
+def _kernels(engine: Engine, parts: Sequence[Part]) -> list[RecordedKernel]:
+    """Returns the kernels of parts of a step that are not compiled yet."""
+    assert engine.runner.warm_up_run is not None
+    return engine.runner.warm_up_run.kernels(parts)
+
+
+@contextlib.contextmanager
+def _by_launches(engine: Engine) -> Iterator[DecodeRunner]:
+    """Yields a runner whose steps take several launches a layer, as with `Engine(persistent_step=False)`."""
+    program = engine.program
+    assert isinstance(program, DecodeProgram)
+    one_launch, program.one_launch = program.one_launch, None
+    try:
+        yield DecodeRunner(program, engine.slots, engine.decode_runner.sizes[-1], graphs=Graphs(engine.device))
+    finally:
+        program.one_launch = one_launch
+
+
+def _ratio(what: str, rows: int, plain: float, taken: float, launches: float | None = None) -> Row:
+    """Returns a row. `launches`: microseconds of the plain step by several launches a layer, if it may be one launch."""
+    row = {"what": what, "rows": rows, "plain_us": plain, "us": taken, "ratio": taken / plain}
+    return row if launches is None else {**row, "launches_us": launches, "launches_ratio": taken / launches}
 
 
 @torch.inference_mode()
-def _step_us(engine: Engine, rows: int, context: int, adapters: Sequence[tuple[int, int]] = ()) -> float:
+def _step_us(engine: Engine, runner: DecodeRunner, rows: int, context: int, adapters: Sequence[tuple[int, int]] = ()) -> float:
     """Returns the median microseconds of a step of the first slots, with the adapters (slot, number)."""
     tokens = 4 * REPLAYS
     place(engine, rows, context, tokens)
     engine.slots.update([], [], adapters)
-    return statistics.median(times_us(engine.decode_runner.launch(range(rows), False, context + tokens)))
+    return statistics.median(times_us(runner.launch(range(rows), False, context + tokens)))
+
+
+def _plain_us(
+    engine: Engine, batches: Sequence[int], context: int, progress: Callable[[str], None], more: Sequence[Part] = ()
+) -> dict[int, tuple[float, float]]:  # fmt: skip
+    """Returns the microseconds of a plain step by its number of rows: as the engine takes it, and by several launches a layer.
+    Compiles their kernels and those of the parts `more`."""
+    longest = context + 4 * REPLAYS
+    parts: list[Part] = [("step", *engine.decode_runner.variant(rows, False, longest)) for rows in batches]
+    kernels = _kernels(engine, [*parts, *more])
+    with _by_launches(engine) as runner:
+        run = WarmUpRun(engine.program, runner, engine.prefill_runner, None, None, max(batches), longest)
+        _compile(engine, [*kernels, *run.kernels(parts)], progress)
+        launches = [_step_us(engine, runner, rows, context) for rows in batches]
+    found = {}
+    for rows, by_launches in zip(batches, launches, strict=True):
+        one = computes_in_one_launch(engine, rows, context)
+        found[rows] = (_step_us(engine, engine.decode_runner, rows, context) if one else by_launches, by_launches)
+        progress(f"plain step of {rows}: {found[rows][0]:.0f} us, by launches {by_launches:.0f} us")
+    return found
 
 
 def _lora(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[Row]:
     model, batches = _model(config), (1, 4, 16, 64)
     options = {"max_concurrent": max(batches), "max_length": config.context + 4 * REPLAYS}
-    times: list[list[float]] = []
+    plain = _plain_us(_engine(model, **options), batches, config.context, progress)
+    _free()
+    shape = meta_model(config.model, DTYPES[config.dtype], config.layers)
     with tempfile.TemporaryDirectory(prefix="adapters-") as work:
-        folders = {str(i): write_adapter(Path(work) / str(i), meta_model(config.model, DTYPES[config.dtype], config.layers), i)
-                   for i in range(ADAPTERS)}  # fmt: skip
-        for lora in (None, folders):
-            engine = _engine(model, progress, lora=lora, **options)
-            numbers = [[(0, 0)] if rows == 1 else [(i, i % (ADAPTERS + 1) - 1) for i in range(rows)] for rows in batches]
-            times.append(
-                [
-                    _step_us(engine, rows, config.context, chosen if lora else ())
-                    for rows, chosen in zip(batches, numbers, strict=True)
-                ]
-            )
-            del engine
-            gc.collect()
-            torch.cuda.empty_cache()
-    for rows, plain, taken in zip(batches, *times, strict=True):
-        yield _ratio(f"adapters of rank {RANK} in all layers", rows, plain, taken)
+        folders = {str(i): write_adapter(Path(work) / str(i), shape, i) for i in range(ADAPTERS)}
+        progress("loading the adapters")
+        engine = _engine(model, lora=folders, **options)
+    variants = [engine.decode_runner.variant(rows, False, options["max_length"]) for rows in batches]
+    _compile(engine, _kernels(engine, [("step", *variant) for variant in variants]), progress)
+    for rows in batches:
+        chosen = [(0, 0)] if rows == 1 else [(i, i % (ADAPTERS + 1) - 1) for i in range(rows)]
+        taken = _step_us(engine, engine.decode_runner, rows, config.context, chosen)
+        yield _ratio(f"adapters of rank {RANK} in all layers", rows, plain[rows][0], taken, plain[rows][1])
+
+
+def _free() -> None:
+    """Frees the memory of engines that nothing refers to."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def write_adapter(folder: Path, model: nn.Module, seed: int) -> Path:
@@ -203,15 +285,17 @@ def write_adapter(folder: Path, model: nn.Module, seed: int) -> Path:
 @torch.inference_mode()
 def _verified(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[Row]:
     tokens = 4 * REPLAYS
-    engine = _engine(_model(config), progress, max_concurrent=8, max_length=config.context + tokens, speculate=7)
+    engine = _engine(_model(config), max_concurrent=8, max_length=config.context + tokens, speculate=7)
     runner = engine.runner.verify_runner
     assert runner is not None
-    plain = _step_us(engine, 1, config.context)
-    for count in (2, 4, 8):
+    counts = (2, 4, 8)
+    parts: list[Part] = [("verify", *runner.variant(count, False, config.context + tokens)) for count in counts]
+    ((plain, launches),) = _plain_us(engine, (1,), config.context, progress, parts).values()
+    for count in counts:
         place(engine, 1, config.context, tokens)
         rows = [VerifyRow(0, 5 + i, config.context + i, i) for i in range(count)]
         taken = statistics.median(times_us(runner.launch(rows, False, config.context + tokens)))
-        yield _ratio("tokens of one sequence verified", count, plain, taken)
+        yield _ratio("tokens of one sequence verified", count, plain, taken, launches)
 
 
 def _small(config: FeaturesConfig) -> Path:
@@ -224,7 +308,7 @@ def _grammar(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterato
     users, limit = 16, 160
     model = _model(config)
     vocab, tokenizer = model.config.get_text_config().vocab_size, tokenizer_of(_small(config), None)
-    engine = _engine(model, progress, max_concurrent=users, max_length=512)
+    engine = _engine(model, max_concurrent=users, max_length=512)
     stops = [_stop(tokenizer)]
     compiler = GrammarCompiler(tokenizer, vocab, stops)
     grammar = compiler.compile(Grammar.json_schema({"type": "array", "items": {"type": "string"}, "minItems": 400}))
@@ -243,7 +327,8 @@ def _grammar(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterato
         return 1e6 * taken / limit
 
     for of in (None, grammar):
-        per_token(of)  # captures
+        per_token(of)  # compiles and captures
+        progress("plain" if of is None else "with the grammar")
     times = [(per_token(None), per_token(grammar)) for _ in range(ROUNDS)]
     plain, taken = (statistics.median(column) for column in zip(*times, strict=True))
     yield _ratio("JSON schema", users, plain, taken)
@@ -260,11 +345,11 @@ def _mixed(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[
     model = _model(config)
     for what in ("apart", "mixed"):
         limit = {"step_ms": None} if what == "apart" else {}
-        engine = _engine(model, progress, max_concurrent=USERS, max_length=pages_for(PROMPT + OUTPUT) * 128, **limit)
+        engine = _engine(model, max_concurrent=USERS, max_length=pages_for(PROMPT + OUTPUT) * 128, **limit)
         if what == "apart":  # as before steps could have both
             engine.mixed_runner.takes = lambda chunks, rows: False  # type: ignore[method-assign]
-        for stage in engine.warm_up():
-            progress(f"{what}, {stage.what}: {stage.done} of {stage.total}")
+        progress(f"{what}, an engine with its graphs")
+        _warm_up_greedy(engine, what == "mixed", progress)
         _served(engine, USERS, None, seed=0)
         progress(f"{what}, as many as it takes")
         capacity, _ = _served(engine, REQUESTS, None, seed=1)
@@ -275,8 +360,25 @@ def _mixed(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[
             "median_ms": statistics.median(gaps), "p99_ms": sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1],
         }  # fmt: skip
         del engine
-        gc.collect()
-        torch.cuda.empty_cache()
+        _free()
+
+
+@torch.inference_mode()
+def _warm_up_greedy(engine: Engine, mixed: bool, progress: Callable[[str], None]) -> None:
+    """Compiles and captures what greedy requests may need. `mixed`: also steps together with prompts."""
+    run, steps, prompts, both = engine.runner.warm_up_run, engine.decode_runner, engine.prefill_runner, engine.mixed_runner
+    assert run is not None
+    parts = [part for part in run.all_parts() if part[2] is not True and (mixed or part[0] != "mixed")]
+    _compile(engine, _kernels(engine, parts), progress)
+    captures: list[Callable[[], object]] = [
+        *(functools.partial(steps.captured, variant) for variant in steps.variants() if not variant[1]),
+        *(functools.partial(prompts.captured, shape) for shape in prompts.graph_shapes),
+        *(functools.partial(both.captured, shape) for shape in (both.shapes if mixed else ())),
+    ]
+    for done, capture in enumerate(captures):
+        if done % 8 == 0:
+            progress(f"capturing, {done} of {len(captures)} graphs")
+        capture()
 
 
 def _served(engine: Engine, count: int, interval: float | None, seed: int) -> tuple[float, list[float]]:
@@ -331,24 +433,28 @@ def _guesses(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterato
         speeds: dict[int, list[float]] = {0: [], 7: []}
         tokens: dict[int, list[int]] = {}
         counts = {}
-        for _ in range(ROUNDS + 1):  # the first round captures, and fills the prefix cache
+        asked: Row = {"sampling": SETTINGS.get(name, Sampling()), "stop_token_ids": frozenset([_stop(tokenizer)])}
+        progress(f"{name}, {len(prompt)} tokens")
+        for _ in range(TASK_ROUNDS + 1):  # the first round captures, and fills the prefix cache
             for speculate, engine in engines.items():
                 before = _counts(engine)
                 torch.cuda.synchronize()
                 begun = time.perf_counter()
-                (done,) = engine.generate([Request(prompt, TASK_TOKENS, stop_token_ids=frozenset([_stop(tokenizer)]))])
+                (done,) = engine.generate([Request(prompt, TASK_TOKENS, **asked)])
                 speeds[speculate].append(len(done.sampled) / (time.perf_counter() - begun))
                 tokens[speculate] = [token.token for token in done.sampled]
                 counts[speculate] = [after - since for after, since in zip(_counts(engine), before, strict=True)]
         plain, guessed = (statistics.median(speeds[speculate][1:]) for speculate in (0, 7))
         same = next((i for i, (a, b) in enumerate(zip(*tokens.values(), strict=False)) if a != b), len(tokens[7]))
+        speculation = engines[7].speculation
+        assert speculation is not None
         yield {
             "what": name, "rows": 1, "plain_tokens_per_s": plain, "tokens_per_s": guessed, "ratio": guessed / plain,
             "tokens": len(tokens[7]), "same_tokens": same, "steps_with_guesses": counts[7][0], "drafted": counts[7][1],
-            "accepted": counts[7][2],
+            "accepted": counts[7][2], "waits": counts[7][3], "step_ratio": speculation.clock.ratio,
         }  # fmt: skip
 
 
-def _counts(engine: Engine) -> tuple[int, int, int]:
+def _counts(engine: Engine) -> tuple[int, int, int, int]:
     of = engine.speculation
-    return (0, 0, 0) if of is None else (of.steps, of.drafted, of.accepted)
+    return (0, 0, 0, 0) if of is None else (of.steps, of.drafted, of.accepted, of.waits)

@@ -25,14 +25,17 @@ def tables(document: dict[str, Any]) -> list[Table]:
     """Returns the tables of steps with a feature beside plain ones, of prompts beside decoding, and of guesses."""
     rows = [row for row in document["rows"] if row["error"] is None]
     gpu = document["machine"]["gpu"]
-    steps = narrow_table(("feature",), ("rows", "plain us", "us", "ratio"), f"steps of {document['model']} on {gpu}")
+    columns = ("rows", "plain us", "us", "ratio", "by launches", "ratio")
+    steps = narrow_table(("feature",), columns, f"steps of {document['model']} on {gpu}")
     mixed = narrow_table(("prompts and steps",), ("tokens/s", "ms between tokens", "99 %", "ratio"), "requests that come")
     guesses = narrow_table(
         ("task",), ("tokens", "tokens/s", "with guesses", "ratio", "right"), f"guesses of {document['small']}"
     )
     for row in rows:
         if "plain_us" in row:
-            steps.add_row(row["what"], str(row["rows"]), f"{row['plain_us']:.0f}", f"{row['us']:.0f}", f"{row['ratio']:.3f}")
+            plain = [f"{row['plain_us']:.0f}", f"{row['us']:.0f}", f"{row['ratio']:.3f}"]
+            launches = [f"{row['launches_us']:.0f}", f"{row['launches_ratio']:.3f}"] if "launches_us" in row else []
+            steps.add_row(row["what"], str(row["rows"]), *plain, *launches)
         elif "p99_ms" in row:
             median, most = row["median_ms"], row["p99_ms"]
             mixed.add_row(row["what"], f"{row['tokens_per_s']:,.0f}", f"{median:.1f}", f"{most:.1f}", f"{most / median:.2f}")

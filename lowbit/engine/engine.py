@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections import abc, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
@@ -210,10 +211,11 @@ class Engine:
         self.mixed_runner = MixedRunner(
             self.program, self.slots, most_tokens, max_concurrent, graphs=graphs, invariant=batch_invariant
         )
-        self.speculation = Speculation(speculate, self._draft, draft_cost) if speculate else None
+        self.speculation: Speculation | None = None
         """Decides which guesses a step verifies, and counts them; None without speculation."""
         verify_runner = None
         if speculate:
+            self.speculation = Speculation(speculate, self._draft, draft_cost, measured=self.device.type == "cuda")
             verify_runner = VerifyRunner(
                 self.program, self.slots, max_concurrent, speculate, graphs=graphs, invariant=batch_invariant
             )
@@ -405,10 +407,14 @@ class Engine:
     def _step(self) -> None:
         self._free_finished()
         self._earlier = len(self._in_flight)
-        if self._needs_tokens():
+        needed = self._needs_tokens()
+        waited = needed and not any(step.drafts for step in self._in_flight)
+        if needed:
             self._read_earlier()
             self._free_finished()
         scheduled = self._launch_next()
+        if waited and scheduled.decoding and not scheduled.drafts and self.speculation is not None:
+            self.speculation.waits += 1
         if not (scheduled and self._async_scheduling):
             self._earlier = len(self._in_flight)
         self._read_earlier()
@@ -454,12 +460,18 @@ class Engine:
 
     def _captures(self) -> int:
         """Returns the number of graphs of steps and prompts that are captured."""
-        return sum(runner.captures for runner in (self.decode_runner, self.prefill_runner, self.mixed_runner))
+        runners = (self.decode_runner, self.prefill_runner, self.mixed_runner, self.runner.verify_runner)
+        return sum(runner.captures for runner in runners if runner is not None)
 
     def _launch_parts(self, scheduled: SchedulerOutput) -> None:
         """Launches the decode step, then the prefill chunks."""
         if scheduled.decoding:
+            captured = self._captures()
             self._in_flight.append(self._decode(scheduled))
+            self._in_flight[-1].alone = not scheduled.chunks and all(s.grammar is None for s in scheduled.decoding)
+            if self._captures() != captured:
+                for step in self._in_flight:
+                    step.alone = False
         if scheduled.chunks and self.program.is_paged:
             self._prefill(scheduled.chunks, scheduled)
         else:
@@ -586,6 +598,8 @@ class Engine:
             self._in_flight.clear()
             self._fail_step(self.scheduler.abort_step(None), error)
             raise
+        if self.speculation is not None and not step.tokens_read:
+            self.speculation.clock.read(len(step.sequences), sum(map(len, step.drafts)), time.perf_counter(), step.alone)
         if step.drafts and not step.tokens_read:
             self._count_accepted(step)
         for sequence, sampled in step.unread():

@@ -51,7 +51,8 @@ class InFlightStep:
     """Launched work that samples a token for each of `sequences`. It has host copies of the results, which are complete once
     the event `done` has passed, and the number of tokens that were read so far. drafts: guessed tokens of each sequence that
     the step verifies; empty for a step without guesses. With guesses, a sequence has one row more than guesses. status: a copy
-    of `ModelProgram.status`. check: raises an error if the results will never arrive; None if they always do.
+    of `ModelProgram.status`. check: raises an error if the results will never arrive; None if they always do. alone: True for a
+    decode step without prompts and grammars, which take time of their own, if no graph was captured meanwhile.
     """
 
     sequences: list[Sequence]
@@ -62,6 +63,7 @@ class InFlightStep:
     drafts: list[tuple[int, ...]] = field(default_factory=list)
     status: Tensor | None = None
     check: Callable[[], object] | None = None
+    alone: bool = False
     tokens_read: int = 0
 
     def wait(self) -> None:

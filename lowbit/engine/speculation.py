@@ -15,8 +15,9 @@ that are expected to pay. In prose few guesses are right, so no guess is verifie
 
 from __future__ import annotations
 
-from collections import abc
-from dataclasses import dataclass
+import statistics
+from collections import abc, deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lowbit.engine.sequence import FIRST_SHARE, Sequence
@@ -49,9 +50,53 @@ which guesses did not pay gets guesses again after some hundred tokens."""
 STEP_COST, VERIFY_COST = 50.0, 10.0
 """Cost of a step, and additional cost of a step that verifies guesses. The unit is the cost of a row. A step of Llama-3-8B's
 shape in int4 takes 1.5 ms, and 0.03 ms more for each row up to 64 rows (docs/internals/engine.md). A step with guesses has one
-more launch a layer, and the host must read its tokens before it launches the next step: about 0.3 ms together. These ratios
-differ less between models than shares of right guesses differ between texts.
+more launch a layer, and the host must read its tokens before it launches the next step: about 0.3 ms together. Small models and
+plain steps in one launch pay more for it, so on a GPU the second number is that of the engine's own steps (`StepClock`) as soon
+as it is known.
 """
+
+MEASURED, ENOUGH = 9, 3
+"""A cost is the median of the latest measurements, as soon as there are so many."""
+
+MOST_COST = 2 * STEP_COST
+"""Largest measured cost. With it guesses of a sequence that repeats a text still pay, so that they are measured again."""
+
+
+class StepClock:
+    """Measures what steps with guesses cost beside plain ones, by the times at which the host has read their tokens."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, deque[float]] = {}
+        self._costs: deque[float] = deque(maxlen=MEASURED)
+        self._ratios: deque[float] = deque(maxlen=MEASURED)
+        self._last: tuple[int, int, float] | None = None
+
+    def read(self, sequences: int, guesses: int, now: float, alone: bool = True) -> None:
+        """Takes the time `now`, in seconds, at which the tokens of a step were read. `alone`: see `InFlightStep`."""
+        last, self._last = self._last, (sequences, guesses, now) if alone else None
+        if last is None or self._last is None or last[0] != sequences:
+            return
+        taken = now - last[2]
+        if not guesses:
+            if not last[1]:  # launched ahead, while the step before was running
+                self._plain.setdefault(sequences, deque(maxlen=MEASURED)).append(taken)
+            return
+        plain = self._plain.get(sequences, ())
+        if len(plain) >= ENOUGH:
+            ratio = taken / max(statistics.median(plain), 1e-9)
+            self._ratios.append(ratio)
+            cost = ratio * (STEP_COST + sequences) - STEP_COST - sequences - guesses
+            self._costs.append(min(max(cost, 0.0), MOST_COST))
+
+    @property
+    def verify_cost(self) -> float | None:
+        """Additional cost of a step that verifies guesses, in units of a row; None if it is not known."""
+        return statistics.median(self._costs) if len(self._costs) >= ENOUGH else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Time of a step with guesses relative to a plain one; None if it is not known."""
+        return statistics.median(self._ratios) if len(self._ratios) >= ENOUGH else None
 
 
 class PromptLookup:
@@ -111,7 +156,9 @@ class Speculation:
     there is one, else prompt lookup does. stopped: True if nothing is guessed any more.
 
     steps: number of steps with guesses. sequences: number of sequences in these steps, counted in each step. drafted: number of
-    verified guesses. accepted: number of guesses that were right. draft_cost: cost of a step of the draft model.
+    verified guesses. accepted: number of guesses that were right. waits: number of plain steps that were launched only after
+    the tokens before them had been read, since guesses seemed to pay. draft_cost: cost of a step of the draft model. measured:
+    whether costs are those that `clock` measures. Those of a draft model are assumed ones.
     """
 
     most: int
@@ -122,6 +169,22 @@ class Speculation:
     sequences: int = 0
     drafted: int = 0
     accepted: int = 0
+    waits: int = 0
+    measured: bool = False
+    clock: StepClock = field(default_factory=StepClock)
+
+    @property
+    def verify_cost(self) -> float:
+        """Additional cost of a step that verifies guesses, in units of a row."""
+        measured = self.clock.verify_cost if self.measured and self.draft is None else None
+        return VERIFY_COST if measured is None else measured
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens of a sequence in a step with guesses, by the measured time of such a step relative to a plain one; None if it
+        is not known."""
+        ratio = self.clock.ratio
+        return None if ratio is None else self.tokens_per_step / ratio
 
     @property
     def tokens_per_step(self) -> float:
@@ -156,11 +219,14 @@ class Speculation:
         if not (shares or forced) or len(sequences) >= MOST_ROWS:
             return {}
         depths = [self.most] if self.draft is None or not shares else range(1, self.most + 1)
+        # With a grammar every step reads the tokens before it, also one without guesses.
+        waiting = VERIFY_COST if any(sequence.grammar is not None for sequence in sequences) else self.verify_cost
         best, chosen = len(sequences) / (STEP_COST + len(sequences)), dict[Sequence, int]()
         for depth in depths:
             drafting = (depth + 1) * self.draft_cost if shares else 0.0
-            cost = STEP_COST + VERIFY_COST + len(sequences) + drafting
-            rate, counts = _rows(shares, {s: min(n, self.most) for s, n in forced.items()}, len(sequences), depth, cost)
+            cost = STEP_COST + waiting + len(sequences) + drafting
+            most = {s: min(n, self.most) for s, n in forced.items()}
+            rate, counts = _rows(shares, most, len(sequences), depth, cost)
             if rate > best and counts:
                 best, chosen = rate, counts
         return chosen

@@ -44,6 +44,12 @@ class StepCollector(Collector):
             yield CounterMetricFamily(name, meaning, value=value)
         meaning = "Mean tokens of a sequence in a step that verifies guesses; without guesses it is 1."
         yield GaugeMetricFamily("lowbit_tokens_per_verified_step", meaning, value=counts.tokens_per_step)
+        if (ratio := counts.clock.ratio) is None or (speedup := counts.speedup) is None:
+            return  # not known before some steps of both kinds have been timed
+        meaning = "Time of a step that verifies guesses relative to a plain one of as many sequences, median of the latest."
+        yield GaugeMetricFamily("lowbit_verified_step_time_ratio", meaning, value=ratio)
+        meaning = "Tokens of a sequence in a step that verifies guesses by that time: how many times as fast these steps are."
+        yield GaugeMetricFamily("lowbit_speculation_speedup", meaning, value=speedup)
 
 
 class Metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from benchmarks import features
 from benchmarks.cli import app
 from benchmarks.features_report import failed, load, tables
 from lowbit.engine import Engine
+from lowbit.engine.decode_runner import DecodeRunner
+from lowbit.engine.verify_runner import VerifyRunner
 from tests.engine.test_gpu import model_of
 from tests.tiny import eager_llama
 
@@ -63,6 +66,72 @@ def test_requests_come_at_intervals(monkeypatch):
     assert speed > 0 and len(gaps) == 6 * 4 and min(gaps) >= 0
     slow, _ = features._served(engine, 3, 0.4, seed=0)
     assert slow < 3 * 5 / 0.8, "the third one comes after 0.8 s"
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Makes `lora` and `verify` run with a tiny model on a CPU, where nothing is compiled or captured. The "times" are 80 us
+    for a step of one row as the engine takes it, else 100, and 120 with guesses or adapters."""
+    running = []
+
+    def launched(runner, *options):
+        running.append(runner)
+        return launch(runner, *options)
+
+    def times_us(step):
+        program = running[-1].program
+        if isinstance(running[-1], VerifyRunner) or program.adapters is not None:
+            return [120.0]
+        return [100.0 if program.one_launch is None else 80.0]
+
+    launch = DecodeRunner.launch
+    monkeypatch.setattr(DecodeRunner, "launch", launched)
+    for name, replaced in {
+        "_model": lambda config: eager_llama(), "meta_model": lambda *options: eager_llama(), "CACHE_BYTES": 1 << 25,
+        "Graphs": lambda device: None, "WarmUpRun": mock.MagicMock(), "times_us": times_us,
+        "_kernels": lambda engine, parts: [],
+        "computes_in_one_launch": lambda engine, rows, context: rows == 1,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(features, name, replaced)
+    init = features.DecodeProgram.__init__
+
+    def with_one_launch(program, *options, **more):
+        init(program, *options, **more)
+        program.one_launch = ("as if there were one",)
+
+    monkeypatch.setattr(features.DecodeProgram, "__init__", with_one_launch)
+
+
+@pytest.mark.parametrize("part", [features._lora, features._verified])
+def test_ratios_are_of_both_kinds_of_steps(part, on_a_cpu):
+    """The plain step is the engine's own, and that of several launches a layer beside it."""
+    config = features.FeaturesConfig(("lora",), None, "w4a16_g64", "tiny", "w4a16_g128", "w8a16", 32)
+    lines = []
+    rows = list(part(config, lines.append))
+    assert [row["rows"] for row in rows] == ([1, 4, 16, 64] if part is features._lora else [2, 4, 8])
+    for row in rows:
+        one = row["rows"] == 1 or part is features._verified
+        assert (row["plain_us"], row["us"], row["launches_us"]) == (80 if one else 100, 120, 100)
+        assert row["ratio"] == row["us"] / row["plain_us"] and row["launches_ratio"] == 1.2
+    assert "plain step of 1: 80 us, by launches 100 us" in lines
+    document = {"rows": [{"error": None, **row} for row in rows], "machine": {"gpu": "g"}, "model": "m", "small": None}
+    assert "1.200" in printed(document) and ("1.500" in printed(document))
+
+
+def test_graphs_that_greedy_requests_need(monkeypatch):
+    engine, compiled = mock.MagicMock(), []
+    monkeypatch.setattr(features, "_kernels", lambda engine, parts: parts)
+    monkeypatch.setattr(features, "_compile", lambda engine, kernels, progress: compiled.append(kernels))
+    parts = [("step", 1, False, 64), ("step", 1, True, 64), ("mixed", 128, None, 16), ("prompt", 64, False, 0)]
+    engine.runner.warm_up_run.all_parts.return_value = parts
+    engine.decode_runner.variants.return_value = [(1, False, 64), (1, True, 64)]
+    engine.prefill_runner.graph_shapes, engine.mixed_runner.shapes = ["prompts"], ["both"]
+    for mixed in (False, True):
+        features._warm_up_greedy(engine, mixed, print)
+    assert compiled == [[parts[0], parts[3]], [parts[0], *parts[2:]]]
+    assert engine.decode_runner.captured.mock_calls == [mock.call((1, False, 64))] * 2
+    assert engine.prefill_runner.captured.call_count == 2
+    assert engine.mixed_runner.captured.mock_calls == [mock.call("both")]
 
 
 @pytest.mark.gpu

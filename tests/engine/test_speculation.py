@@ -16,7 +16,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lowbit.engine import Engine, FinishReason, Grammar, GrammarCompiler, Request, Sampling
 from lowbit.engine.sequence import Sequence
-from lowbit.engine.speculation import LOOKED_UP, MOST_DRAFTS, MOST_ROWS, PromptLookup, Speculation
+from lowbit.engine.speculation import (
+    LOOKED_UP,
+    MEASURED,
+    MOST_COST,
+    MOST_DRAFTS,
+    MOST_ROWS,
+    VERIFY_COST,
+    PromptLookup,
+    Speculation,
+    StepClock,
+)
 from lowbit.nn.linear import make_batch_invariant
 from tests.engine.test_engine import engine_of, expected, prompt, tokens
 from tests.tiny import eager_llama, eager_opt, json_tokenizer, tiny_llama
@@ -255,6 +265,7 @@ def test_text_that_repeats_itself_takes_fewer_steps():
         engine.step()
         steps += 1
     assert tokens(sequence) == tokens(plain) and steps < 60
+    assert engine.speculation.clock.ratio is not None and not engine.speculation.measured, "on a CPU costs are assumed ones"
     engine.step()
     assert sequence.lookup is None, "its index is freed with its pages"
     assert engine.speculation.tokens_per_step > 3
@@ -366,3 +377,93 @@ def test_guesses_are_verified_if_they_pay():
     assert sum(many) + 16 == MOST_ROWS and max(many) - min(many) <= 1
     assert rows(*[0.95] * 80) == []
     assert rows(0.9, tokens_=(1, 2, 3, 4)) == [], "nothing is guessed"
+
+
+def timed(clock, *steps, sequences=1):
+    """Reads the tokens of steps (guesses, seconds)."""
+    for guesses, seconds in steps:
+        now = (clock._last or (0, 0, 0.0))[2] + seconds
+        clock.read(sequences, guesses, now)
+
+
+def test_a_step_with_guesses_is_timed_beside_plain_ones():
+    clock = StepClock()
+    timed(clock, (0, 0.0), (7, 0.02), (7, 0.02))
+    assert clock.verify_cost is None and clock.ratio is None, "there are no plain steps"
+    timed(clock, (0, 0.5), (0, 0.01), (0, 0.011), (0, 0.01), (7, 0.02), (7, 5.0))
+    assert clock.verify_cost is None, "two measurements are not enough"
+    timed(clock, (7, 0.021), (7, 0.02))
+    assert clock.ratio == pytest.approx(2.05) and clock.verify_cost == pytest.approx(2.05 * 51 - 58), "one outlier is none"
+    clock.read(1, 0, 100.0, alone=False)
+    clock.read(1, 7, 900.0)
+    clock.read(2, 7, 999.0)
+    assert clock.ratio == pytest.approx(2.05), "steps beside prompts and of other sequences are not timed"
+    timed(clock, (0, 0.5), *[(7, 0.0001)] * MEASURED)
+    assert clock.verify_cost == 0.0
+    timed(clock, *[(7, 9.0)] * MEASURED)
+    assert clock.verify_cost == MOST_COST
+
+
+def test_guesses_are_verified_if_they_pay_by_measured_times():
+    """What is worth a step of 1.2 times the time is not worth one of 2.5 times. A draft model's costs are not measured."""
+    unlikely, likely = [running(0.4)], [running(0.95)]
+    speculation = Speculation(7, measured=True)
+    assert speculation.verify_cost == VERIFY_COST and speculation.plan(unlikely) and speculation.speedup is None
+    timed(speculation.clock, *[(0, 0.01)] * 5, *[(7, 0.025)] * 5)
+    assert speculation.verify_cost > 5 * VERIFY_COST and not speculation.plan(unlikely)
+    assert [*speculation.plan(likely).values()] == [7]
+    speculation.count([None], [7], [4])
+    assert speculation.speedup == pytest.approx(5 / 2.5)
+    timed(speculation.clock, *[(7, 9.0)] * MEASURED)
+    assert [*speculation.plan(likely).values()] == [7], "what is measured wrongly is measured again"
+    assumed = Speculation(7, clock=speculation.clock)
+    drafting = Speculation(7, object(), 5.0, measured=True, clock=speculation.clock)
+    assert assumed.plan(unlikely) and assumed.verify_cost == drafting.verify_cost == VERIFY_COST
+
+
+def test_steps_that_wait_for_nothing_are_counted(model):
+    """A plan that expects guesses before the token in flight is read, and finds none after that, has delayed a plain step."""
+    engine = engine_of(model, speculate=3, max_length=256)
+    sequence = engine.submit(Request(prompt(50), 40))
+    engine.speculation.plan = lambda sequences, unread=False: {sequence: 1} if unread else {}
+    while sequence.finish_reason is None:
+        engine.step()
+    assert tokens(sequence) == expected(model, sequence.request.prompt, 40)
+    assert engine.speculation.waits >= 38 and engine.speculation.steps == 0
+
+
+def test_steps_that_capture_a_graph_are_not_timed(model, monkeypatch):
+    """Nor is the step before, whose tokens are read after the capture."""
+    engine, read = engine_of(model, speculate=3, max_length=256), []
+    monkeypatch.setattr(engine.speculation.clock, "read", lambda sequences, guesses, now, alone: read.append(alone))
+    sequence = engine.submit(Request(prompt(50), 12))
+    launch = engine.runner.launch_step
+
+    def capturing(*options):
+        engine.decode_runner.captures += len(read) == 5
+        return launch(*options)
+
+    monkeypatch.setattr(engine.runner, "launch_step", capturing)
+    while sequence.finish_reason is None:
+        engine.step()
+    assert read[0] is False and read[1:5] == [True] * 4, "the first token is the prompt's"
+    assert read[5:7] == [False, False] and all(read[7:]) and len(read) >= 12
+
+
+def test_measured_times_change_no_tokens(oracle, monkeypatch):
+    """Whatever costs are measured, greedy and sampled sequences have the tokens and log-probabilities of plain decoding."""
+    model = eager_llama()
+    make_batch_invariant(model, model.dtype)
+    plain = engine_of(model, batch_invariant=True).generate(requests_of())
+    oracle(plain, 0.3)
+    monkeypatch.setattr(Oracle, "share", property(lambda lookup: 0.6, lambda lookup, value: None), raising=False)
+    costs = random.Random(5)
+    monkeypatch.setattr(StepClock, "verify_cost", property(lambda clock: costs.choice([None, 0.0, 30.0, 300.0])))
+    found = []
+    for _ in range(2):
+        engine = engine_of(model, batch_invariant=True, speculate=5)
+        engine.speculation.measured = True
+        for got, wanted in zip(engine.generate(requests_of()), plain, strict=True):
+            assert got.sampled == wanted.sampled
+        found.append((engine.speculation.steps, engine.speculation.drafted))
+    assert found[0] != found[1] and min(found)[0] > 0, "the two runs verified other guesses"

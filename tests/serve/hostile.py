@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.adapters import write_adapter
 from tests.serve.running import NAME, raw, running, structured_pipeline
+from tests.tiny import eager_llama
 
 FIELDS = (
     "model", "prompt", "messages", "n", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens",
@@ -21,6 +25,9 @@ FIELDS = (
     "best_of", "suffix", "ignore_eos", "functions", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "__proto__", "",
 )  # fmt: skip
+ADAPTERS = ("one", "two")
+MODELS = (NAME, *ADAPTERS, *ADAPTERS, "", "ONE", "one ", "one\0", "../one", f"{NAME}:one", "one,two", "\u043ene", "o" * 5000)
+"""The model, its adapters, and names that are almost theirs."""
 NUMBERS = st.sampled_from((
     0, -1, 1, 2, 1 << 31, 1 << 63, 1 << 64, 10**400, -(10**400), 0.0, -0.0, 1e-320, 1e308, -1e308, float("inf"), float("nan"),
 ))  # fmt: skip
@@ -90,9 +97,9 @@ OF_RESPONSES = {
 
 
 @st.composite
-def bodies_of_responses(draw):
-    """Strategy: the body of a request to /v1/responses, valid except for a few fields."""
-    body = {"model": NAME, "max_output_tokens": draw(st.integers(1, 8))}
+def bodies_of_responses(draw, models=(NAME,)):
+    """Strategy: the body of a request to /v1/responses, valid except for a few fields. models: names that `model` has."""
+    body = {"model": draw(st.sampled_from(models)), "max_output_tokens": draw(st.integers(1, 8))}
     body["input"] = draw(ODD_TEXT | st.lists(ITEM, max_size=4) | ANYTHING)
     for name in draw(st.lists(st.sampled_from(sorted(OF_RESPONSES)), max_size=4)):
         body[name] = draw(OF_RESPONSES[name])
@@ -102,12 +109,12 @@ def bodies_of_responses(draw):
 
 
 @st.composite
-def bodies(draw):
-    """Strategy: the body of a request, valid except for a few fields."""
+def bodies(draw, models=(NAME,)):
+    """Strategy: the body of a request, valid except for a few fields. models: names that `model` has."""
     if draw(st.integers(0, 2)) == 0:
-        return draw(bodies_of_responses())
+        return draw(bodies_of_responses(models))
     chat = draw(st.booleans())
-    body = {"model": NAME, "max_tokens": draw(st.integers(1, 8))}
+    body = {"model": draw(st.sampled_from(models)), "max_tokens": draw(st.integers(1, 8))}
     if chat:
         body["messages"] = draw(st.lists(MESSAGE, min_size=1, max_size=3))
     else:
@@ -120,9 +127,9 @@ def bodies(draw):
 
 
 @st.composite
-def damaged(draw):
+def damaged(draw, models=(NAME,)):
     """Strategy: a body with some bytes replaced, left out or repeated."""
-    path, body = draw(bodies())
+    path, body = draw(bodies(models))
     found = bytearray(body)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(found) - 1))
@@ -187,8 +194,8 @@ def send_body(server, head, path, body):
     return status
 
 
-def attack(server, count):
-    """Sends `count` requests, in all three ways. Returns how many requests had each status."""
+def attack(server, count, models=(NAME,)):
+    """Sends `count` requests, in all three ways. Returns how many requests had each status. models: names that `model` has."""
     seen: dict[object, int] = {}
     options = dict(suppress_health_check=list(HealthCheck), database=None, deadline=None)
 
@@ -196,12 +203,12 @@ def attack(server, count):
         seen[status] = seen.get(status, 0) + 1
 
     @settings(max_examples=count // 2, **options)
-    @given(HEADS, bodies())
+    @given(HEADS, bodies(models))
     def with_bodies(head, asked):
         saw(send_body(server, head, *asked))
 
     @settings(max_examples=count // 4, **options)
-    @given(HEADS, damaged())
+    @given(HEADS, damaged(models))
     def with_damaged_ones(head, asked):
         saw(send_body(server, head, *asked))
 
@@ -220,6 +227,8 @@ def attack(server, count):
 
 if __name__ == "__main__":
     begun = time.monotonic()
-    with running(structured_pipeline()) as server:
-        found = attack(server, int(sys.argv[1]))
+    with TemporaryDirectory() as folder:
+        adapters = {name: write_adapter(Path(folder) / name, eager_llama(), seed=i) for i, name in enumerate(ADAPTERS)}
+        with running(structured_pipeline(lora=adapters)) as server:
+            found = attack(server, int(sys.argv[1]), MODELS)
     print(f"{sum(found.values()):,} requests in {time.monotonic() - begun:.1f} s, answered with", found)

@@ -12,8 +12,10 @@ import time
 import pytest
 
 from lowbit.serve import connection, limits, stream
-from tests.serve.hostile import attack, status_of
+from tests.adapters import write_adapter
+from tests.serve.hostile import ADAPTERS, MODELS, attack, status_of
 from tests.serve.running import NAME, PATIENCE, raw, running, tiny_pipeline
+from tests.tiny import eager_llama
 
 ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 200, "ignore_eos": True}
 
@@ -31,6 +33,18 @@ def test_generated_requests(free):
     assert seen[200] > 5 and seen[400] > 50, seen
     with free.client() as client:
         assert client.get("/health").status_code == 200 and client.get("/metrics").status_code == 200
+
+
+def test_generated_requests_that_name_adapters(tmp_path):
+    """Names of adapters, and names that are almost theirs, which are 404."""
+    folders = {name: write_adapter(tmp_path / name, eager_llama(), seed=i) for i, name in enumerate(ADAPTERS)}
+    with running(tiny_pipeline(lora=folders)) as server:
+        seen = attack(server, 100, MODELS)
+        assert seen[200] > 3 and seen[404] and seen[400] > 30, seen
+        with server.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        counts = [float(line.split()[-1]) for line in lines if line.startswith("lowbit_adapter_texts_total")]
+        assert len(counts) == len(ADAPTERS) and sum(counts) > 0
 
 
 def test_pipelined_requests_are_answered_in_order(free):

@@ -6,8 +6,11 @@ import json
 
 import pytest
 
+from lowbit.pipeline import Pipeline
 from tests.serve.browser import Browser, browser_path
 from tests.serve.running import NAME, greedy, running, structured_pipeline
+from tests.serve.test_tools import HERMES, WEATHER, tokenizer_of
+from tests.tiny import eager_llama
 
 pytestmark = pytest.mark.skipif(browser_path() is None, reason="needs a Chromium (apt install chromium)")
 
@@ -87,3 +90,46 @@ def test_json_and_reasoning_in_the_browser(browser):
             if text.endswith("}"):
                 assert isinstance(json.loads(text), dict)
                 break
+
+
+def test_tool_calls_in_the_browser(browser):
+    """A call is shown as it streams in. What the user types next is sent as its result, and the model answers with it.
+    Functions that are no JSON are refused before anything is sent."""
+    pytest.importorskip("llguidance", reason="needs the structured extra: pip install '.[structured]'")
+    model = eager_llama()
+    model.config.max_position_embeddings = 1024
+    pipe = Pipeline(model, tokenizer_of(HERMES), engine=True, max_concurrent=4, cache_bytes=1 << 22)
+    with running(pipe) as server:
+        browser.open(f"{server.url}/")
+        browser.run("at('functions').value = '[{'; at('tokens').value = 150")
+        say(browser, "Hello")
+        browser.wait_for("document.querySelector('.error')?.textContent.startsWith('functions: ') && !at('send').disabled")
+        assert browser.run("messages.length") == 0 and server.service.quota.taken == 0
+        browser.run(f"at('functions').value = {json.dumps(json.dumps([WEATHER]))}; at('choice').value = 'required'")
+        for _ in range(20):
+            browser.run("at('clear').click()")
+            say(browser, "Hello")
+            browser.wait_for("at('figures').textContent.includes('tokens/s') && !at('send').disabled")
+            if browser.run("waiting.length"):
+                break
+        calls = browser.run("messages.at(-1).tool_calls")
+        said = [f"weather({call['function']['arguments']})" for call in calls]
+        assert json.loads(calls[0]["function"]["arguments"])["place"] in ("here", "there")
+        boxes = browser.run(
+            "[...document.querySelectorAll('.turn:not(.user)')].map(turn => [turn.className, turn.textContent])"
+        )
+        assert boxes[: len(said)] == [["turn call", text] for text in said], "content would be shown before"
+        assert len(boxes) <= len(said) + 1, "only the last call may be cut off by the limit"
+        assert browser.run("at('text').placeholder") == f"Result of {said[0]}"
+        browser.run("at('choice').value = 'none'; at('tokens').value = 9")
+        for i in range(len(calls)):
+            say(browser, f"sunny {i}")
+        browser.wait_for("at('figures').textContent.includes('tokens/s') && !at('send').disabled")
+        sent = browser.run("messages.slice(2, -1)")
+        assert sent == [{"role": "tool", "tool_call_id": call["id"], "content": f"sunny {i}"} for i, call in enumerate(calls)]
+        shown = browser.run("[...document.querySelectorAll('.tool')].map(turn => turn.textContent)")
+        assert shown == [one["content"] for one in sent]
+        assert browser.run("messages.at(-1).role") == "assistant" and browser.run("waiting.length") == 0
+        prompt = pipe.tokenizer.apply_chat_template(browser.run("messages.slice(0, -1)"), tokenize=False)
+        assert "sunny 0" in prompt
+        assert browser.run("document.querySelectorAll('.error').length") == 0

@@ -40,3 +40,20 @@ def test_answers_are_those_of_a_server_without_guesses(monkeypatch):
     assert 0 < found["lowbit_accepted_tokens_total"] < found["lowbit_guessed_tokens_total"]
     expected = 1 + found["lowbit_accepted_tokens_total"] / found["lowbit_verified_sequences_total"]
     assert found["lowbit_tokens_per_verified_step"] == pytest.approx(expected)
+
+
+def test_the_gain_is_of_measured_times():
+    """Without guesses a step of two sequences takes 10 ms, with guesses 15. Before that is known there is no gain."""
+    pipe = tiny_pipeline(max_concurrent=4, speculate=4)
+    with running(pipe) as server, server.client() as client:
+        counts = server.engine.speculation
+        assert not any(name.startswith("lowbit_speculation") for name in metrics(client))
+        counts.count([None, None], [4, 4], [2, 1])
+        for i in range(4):
+            counts.clock.read(2, 0, 0.01 * i)
+        for i in range(3):
+            counts.clock.read(2, 5, 0.03 + 0.015 * (i + 1))
+        found = metrics(client)
+    assert found["lowbit_tokens_per_verified_step"] == pytest.approx(2.5)
+    assert found["lowbit_verified_step_time_ratio"] == pytest.approx(1.5)
+    assert found["lowbit_speculation_speedup"] == pytest.approx(2.5 / 1.5)
