@@ -9,7 +9,7 @@ A fusion's name stands for it and all earlier ones:
     stem      the max-pool computed inside the first convolution
     blocks    in stage 1, one kernel for the second and third convolution of a block and the first one of the next block
     pairs     in stages 2 and 3, one kernel for the third convolution of a block and the first one of the next block
-    whole     as pairs, with the second convolution of the first block in the same kernel where it has stride 1
+    whole     as pairs, with the second convolution of the block in the same kernel where it has stride 1
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
 """Fusions with rows by default."""
 
 ALL_FUSIONS = (*FUSIONS, *UNMEASURED_FUSIONS)
-"""Fusions that can have rows. "pairs" and "whole" have been timed and are off in networks: docs/log/cnn.md."""
+"""Fusions that can have rows. "pairs" and "whole" are off in networks: vision/fusion.py says why."""
 
 SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
 """Scheme by storage of activations. Weights keep 8 bits: 4-bit weights would not be faster, as weights are 0.1 % of the bytes
