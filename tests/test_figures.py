@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import activations_report, choice_report, report
+from lowbit.vision.evaluate import Figure
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -440,6 +441,22 @@ def a_depthwise_network(found: Document) -> Iterator[str]:
     yield f"EfficientNet-lite0 gains {100 * ms['w8a8'] / ms['w8a4'] - 100:.0f} %"
     yield f"take {ms['w8a8']:.2f} ms in `w8a8`, {ms['w8a4']:.2f} in `w8a4` and {ms['w4a8']:.2f} in `w4a8`"
     yield f"and {ms['fp16']:.2f} in fp16 by cuDNN"
+
+
+@claims("docs/vision.md", "study/imagenet-lite0.json")
+def a_trained_network(found: Document) -> Iterator[str]:
+    def shown(figure: dict[str, float]) -> str:
+        return str(Figure(**figure))
+
+    for row in found["rows"]:
+        name = f"`{row['scheme']}`" if row["bound"] is None else f"`{row['scheme']}`, bound of {row['bound']:g} nats"
+        if row["scheme"] == "fp32":
+            yield f"| fp32 | {shown(row['top1'])} | {shown(row['top5'])} |  |  | {row['weight_bytes']:,} |"
+        else:
+            yield cells(name, *(shown(row[key]) for key in ("top1", "top5", "same", "cosine")), f"{row['weight_bytes']:,}")
+    right = {row["scheme"]: round(row["top1"]["mean"] / 5) for row in found["rows"] if row["bound"] is None}
+    lost = [right["fp32"] - right[scheme] for scheme in ("w8a4", "w4a8", "w4a4")]
+    yield f"4 bits everywhere cost {min(lost)} to {max(lost)} of {right['fp32']} right answers"
 
 
 OLD_CONV = "h200/2026-11-21-conv.json"

@@ -49,9 +49,15 @@ def test_what_does_not_end_is_ended(tmp_path):
     with pytest.raises(TimeoutError, match="a rival did not end within 20 s"):
         in_process(endless, (path,), 20, "a rival", lines.append, heartbeat_s=1.0)
     assert len(lines) >= 5 and all(line.startswith("a rival: ") for line in lines)
-    group = path.read_text()
-    alive = [stat for stat in Path("/proc").glob("[0-9]*/stat") if fields(stat)[2:3] == [group]]
-    assert not [stat for stat in alive if fields(stat)[0] not in "ZX"]
+    group, end = path.read_text(), time.monotonic() + 60
+    while living(group):  # a busy machine ends killed processes late
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def living(group):
+    """Processes of a group that have not ended."""
+    return [f for f in map(fields, Path("/proc").glob("[0-9]*/stat")) if f[2:3] == [group] and f[0] not in "ZX"]
 
 
 def fields(stat):
