@@ -443,7 +443,7 @@ def a_depthwise_network(found: Document) -> Iterator[str]:
     yield f"and {ms['fp16']:.2f} in fp16 by cuDNN"
 
 
-@claims("docs/vision.md", "study/imagenet-lite0.json")
+@claims("docs/vision.md", "vision/imagenet-lite0.json")
 def a_trained_network(found: Document) -> Iterator[str]:
     def shown(figure: dict[str, float]) -> str:
         return str(Figure(**figure))
