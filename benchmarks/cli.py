@@ -290,9 +290,25 @@ def conv(
     ] = "resnet50,efficientnet-lite0",
     storages: Annotated[str, typer.Option(help="Activations of ResNet-50, separated by commas: int4, int8.")] = "int4,int8",
     batches: Annotated[str | None, typer.Option(help="Images of ResNet-50, separated by commas: 1,8,32,128,256,2048.")] = None,
+    fusions: Annotated[
+        str | None,
+        typer.Option(
+            help="Fusions of ResNet-50 at batch 128, separated by commas, each with all before it: none, relu, add, shortcut, "
+            "stem, blocks, and pairs and whole, which networks have only where they are asked for. Other batches, and rows of "
+            "layers, have the last one."
+        ),
+    ] = None,
+    schemes: Annotated[
+        str, typer.Option(help="Schemes of EfficientNet-lite0, separated by commas; the first one has rows of layers.")
+    ] = "w8a8,w8a4,w4a8",
     peers: Annotated[
-        str, typer.Option(help="Rivals in fp16, separated by commas: cudnn, compile (torch.compile), or none.")
+        str,
+        typer.Option(
+            help="Rivals in fp16, separated by commas: cudnn, compile (torch.compile), of EfficientNet-lite0 also "
+            "reduce-overhead and max-autotune, or none."
+        ),
     ] = "cudnn",
+    peer_seconds: Annotated[float, typer.Option(min=1, help="Limit of each rival of EfficientNet-lite0.")] = 120.0,
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-conv.json.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw where the time goes: a .png or .svg file.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file; needs no GPU.")] = None,
@@ -300,10 +316,12 @@ def conv(
     """Time ResNet-50 in INT4 and INT8 on this GPU, with its fusions on and off at batch 128, and every layer with its roofline;
     and EfficientNet-lite0 at batch 128.
 
-    Needs an H100 or H200. Codes are compared with an integer reference first, bit for bit. The file is complete after every
-    row, so Ctrl-C keeps what was measured.
+    Needs an H100 or H200. Codes are compared with an integer reference first, bit for bit; a network with a wrong one is not
+    timed, and the command fails at its end. The file is complete after every row, so Ctrl-C keeps what was measured.
 
     Example: python -m benchmarks conv --storages int4 --batches 1,128 --plot layers.png
+
+    Example: python -m benchmarks conv --models resnet50 --batches 128 --fusions blocks,pairs,whole
     """
     load_layers()
     from benchmarks.conv_report import CONV, STORAGES, layer_table, load, network_table, plot
@@ -322,19 +340,19 @@ def conv(
 
         if not torch.cuda.is_available():
             raise ValueError(f"bench conv measures an NVIDIA GPU and torch {torch.__version__} sees none")
-        from benchmarks.conv import BATCHES, MODELS, run
-        from benchmarks.conv_network import FUSIONS
-        from benchmarks.conv_rivals import RIVALS
+        from benchmarks.conv import BATCHES, MODELS, ConvRequest, run
+        from benchmarks.conv_lite import RIVALS, SCHEMES
+        from benchmarks.conv_network import ALL_FUSIONS, FUSIONS
         from lowbit.tune.trials import parse_rows
 
-        rivals = [] if peers == "none" else peers.split(",")
-        if set(rivals) - set(RIVALS):
-            raise ValueError(f"peers are {', '.join(RIVALS)} or none, got {peers}")
-        names = models.split(",")
-        if set(names) - set(MODELS):
-            raise ValueError(f"models are {' and '.join(MODELS)}, got {models}")
-        batch_sizes = BATCHES if batches is None else parse_rows(batches)
-        path, document = run(names, [STORAGES[n] for n in storage_names], batch_sizes, FUSIONS, rivals, out_file, err.print)  # type: ignore[misc]
+        request = ConvRequest(
+            _parse_names("--models", models, MODELS), [STORAGES[name] for name in storage_names],
+            BATCHES if batches is None else parse_rows(batches),
+            FUSIONS if fusions is None else sorted(_parse_names("--fusions", fusions, ALL_FUSIONS), key=ALL_FUSIONS.index),
+            _parse_names("--schemes", schemes, SCHEMES),
+            [] if peers == "none" else _parse_names("--peers", peers, tuple(RIVALS)), peer_seconds,
+        )  # fmt: skip
+        path, document = run(request, out_file, err.print)
         err.print(f"wrote {path}")
     out.print(network_table(document))
     for storage in dict.fromkeys(row["storage"] for row in document["layers"]):

@@ -6,11 +6,13 @@ not depend on them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from benchmarks.conv_network import LaunchedNetwork
+from benchmarks.conv_network import LaunchedNetwork, Reference
 from benchmarks.resnet50 import IMAGE
 from lowbit.folders import cache_folder
 from lowbit.hardware.machine import machine_of
@@ -23,7 +25,6 @@ from lowbit.vision.trace import trace
 
 MODEL = "efficientnet-lite0"
 BATCH = 128
-CHECKED_IMAGES = 4
 SCHEMES = ("w8a8", "w8a4", "w4a8")
 """Schemes of the rows. The weights of w4a8 are bytes in memory, as those of w8a8, so both run the same kernels."""
 
@@ -58,32 +59,57 @@ def compile_kernels(found: dict[str, Program]) -> int:
 
     with recording() as kernels:
         for program in found.values():
-            LaunchedNetwork(program, BATCH)
+            LaunchedNetwork(Reference(program), BATCH)
     for _done in compiled(kernels, machine_of("cuda").arch.sm):
         pass
     return len(kernels)
 
 
-def cudnn_network(model: EfficientNetLite) -> Callable[[], object]:
-    """Returns the module in fp16, channels-last, its convolutions by cuDNN, as a function that a CUDA graph captures."""
+NetworkFactory = Callable[[EfficientNetLite, Callable[[str], None]], Callable[[], object]]
+"""Function of a module and a progress callback that returns a call of the network."""
+
+
+def half_precision(model: EfficientNetLite) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Returns the module and a batch of images in fp16 and channels-last on the GPU."""
     torch.backends.cudnn.benchmark = True
     half = model.half().cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.randn(BATCH, 3, IMAGE, IMAGE, device="cuda", dtype=torch.float16).to(memory_format=torch.channels_last)
+    return half, x
+
+
+def cudnn_network(model: EfficientNetLite, say: Callable[[str], None]) -> Callable[[], object]:
+    """Returns the module in fp16, its convolutions by cuDNN."""
+    half, x = half_precision(model)
+    say("the first call chooses algorithms of cuDNN")
     return lambda: half(x)
 
 
-def compiled_network(model: EfficientNetLite) -> Callable[[], object]:
-    """Returns `cudnn_network` compiled by torch.compile in its default mode, with frozen constants."""
-    import torch._inductor.config as inductor
+def compiled_network(mode: str | None) -> NetworkFactory:
+    """Returns a function that returns the module in fp16 compiled by torch.compile in a mode."""
 
-    torch.backends.cudnn.benchmark = True
-    half = model.half().cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    x = torch.randn(BATCH, 3, IMAGE, IMAGE, device="cuda", dtype=torch.float16).to(memory_format=torch.channels_last)
-    torch._dynamo.reset()
-    with inductor.patch(freezing=True):
-        compiled = torch.compile(half, dynamic=False)
-        compiled(x)
-    return lambda: compiled(x)
+    def network(model: EfficientNetLite, say: Callable[[str], None]) -> Callable[[], object]:
+        half, x = half_precision(model)
+        logging.getLogger("torch._inductor").setLevel(logging.INFO)  # lines on stderr for the steps of compiling
+        compiled = torch.compile(half, mode=mode, dynamic=False)
+        say(f"the first call compiles, mode {mode or 'default'}")
+        return lambda: compiled(x)
+
+    return network
 
 
-RIVALS = {"cudnn": (cudnn_network, "batch norms and ReLUs apart"), "compile": (compiled_network, "torch.compile's")}
+@dataclass(frozen=True)
+class Rival:
+    """Another implementation: a function of the module that returns a call, its fusions, and whether the call is captured in
+    a CUDA graph."""
+
+    network: NetworkFactory
+    fusion: str
+    captured: bool = True
+
+
+RIVALS = {
+    "cudnn": Rival(cudnn_network, "batch norms and ReLUs apart"),
+    "compile": Rival(compiled_network(None), "torch.compile's"),
+    "reduce-overhead": Rival(compiled_network("reduce-overhead"), "torch.compile's", captured=False),
+    "max-autotune": Rival(compiled_network("max-autotune-no-cudagraphs"), "torch.compile's"),
+}

@@ -9,7 +9,7 @@ A fusion's name stands for it and all earlier ones:
     stem      the max-pool computed inside the first convolution
     blocks    in stage 1, one kernel for the second and third convolution of a block and the first one of the next block
     pairs     in stages 2 and 3, one kernel for the third convolution of a block and the first one of the next block
-    whole     as pairs, with the second convolution of the first block in the same kernel where it has stride 1
+    whole     as pairs, with the second convolution of the block in the same kernel where it has stride 1
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ from lowbit.vision.trace import FUSIONS as GRAPH_FUSIONS
 from lowbit.vision.trace import fuse, unfused
 
 FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
-"""Fusions with rows in result files; "pairs" and "whole" are not measured yet."""
+"""Fusions with rows by default."""
+
+ALL_FUSIONS = (*FUSIONS, *UNMEASURED_FUSIONS)
+"""Fusions that can have rows. "pairs" and "whole" are off in networks: vision/fusion.py says why."""
 
 SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
 """Scheme by storage of activations. Weights keep 8 bits: 4-bit weights would not be faster, as weights are 0.1 % of the bytes
@@ -56,6 +59,10 @@ at batch 128.
 """
 
 CALIBRATION_IMAGES = 4
+
+CHECKED_IMAGES = 4
+"""Number of images of a batch whose codes are compared with the reference: the first, the last and those between, so that
+the first and the last tiles of a kernel are compared. A reference of 128 images takes minutes."""
 
 
 @functools.cache
@@ -67,18 +74,39 @@ def traced(device: str) -> tuple[Graph, Tensor]:
 
 def up_to(fusion: str) -> tuple[str, ...]:
     """Returns the fusions of the row of this name. Raises ValueError for an unknown name."""
-    known = (*FUSIONS, *UNMEASURED_FUSIONS)
-    if fusion not in known:
-        raise ValueError(f"fusions are {', '.join(known)}, got {fusion!r}")
-    return known[1 : known.index(fusion) + 1]
+    if fusion not in ALL_FUSIONS:
+        raise ValueError(f"fusions are {', '.join(ALL_FUSIONS)}, got {fusion!r}")
+    return ALL_FUSIONS[1 : ALL_FUSIONS.index(fusion) + 1]
 
 
 @functools.cache
-def program_of(storage: str, fusion: str, device: str = "cuda") -> Program:
-    """Returns the integer network for a storage and a fusion."""
+def reference_of(storage: str, fusions: tuple[str, ...], device: str = "cuda") -> Reference:
+    """Returns the integer network for a storage and some of `GRAPH_FUSIONS`, with its reference."""
     apart, images = traced(device)
-    graph = fuse(apart, [name for name in up_to(fusion) if name in GRAPH_FUSIONS])
-    return lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, SCHEMES[storage])))
+    graph = fuse(apart, fusions)
+    return Reference(lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, SCHEMES[storage]))), device)
+
+
+def checked_indices(batch: int, count: int = CHECKED_IMAGES) -> list[int]:
+    """Returns the indices of the images of a batch that are compared: evenly spread, all of them if there are few."""
+    if batch <= count:
+        return list(range(batch))
+    return [round(i * (batch - 1) / (count - 1)) for i in range(count)]
+
+
+class Reference:
+    """An integer network, images [CHECKED_IMAGES, 3, 224, 224] and what the network makes of them by definition."""
+
+    def __init__(self, program: Program, device: str = "cuda") -> None:
+        self.program = program
+        self.images = torch.randn(CHECKED_IMAGES, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(2)).to(device)
+
+    @functools.cached_property
+    def outcome(self) -> tuple[dict[str, Tensor], Tensor]:
+        """The codes int32 [CHECKED_IMAGES, C, H, W] of all values by name, and the logits."""
+        codes: dict[str, Tensor] = {}
+        logits = self.program.run(self.images, on_value=lambda name, value: codes.update({name: value}))
+        return codes, logits
 
 
 @dataclass(frozen=True)
@@ -92,12 +120,17 @@ class KernelWork:
 
 
 class LaunchedNetwork:
-    """A network at a batch size on the current GPU, with random images."""
+    """The network of a reference at a batch size on a GPU, with random images; `checked` are the indices of those that the
+    reference has too."""
 
-    def __init__(self, program: Program, batch: int, fusions: Collection[str] = KERNEL_FUSIONS) -> None:
-        self.program = program
-        self.launched = DeviceProgram(program, batch, torch.device("cuda"), fusions)
-        self.images = torch.randn(batch, 3, IMAGE, IMAGE, device="cuda")
+    def __init__(
+        self, reference: Reference, batch: int, fusions: Collection[str] = KERNEL_FUSIONS, device: str = "cuda"
+    ) -> None:  # fmt: skip
+        self.reference = reference
+        self.launched = DeviceProgram(reference.program, batch, torch.device(device), fusions)
+        self.checked = checked_indices(batch)
+        self.images = torch.randn(batch, 3, IMAGE, IMAGE, device=device)
+        self.images[self.checked] = reference.images[: len(self.checked)]
         self.launched.feed(self.images)
         operations = {operation.y: operation for operation in self.launched.program.operations}
         names = labels(self.launched.program)
@@ -105,26 +138,26 @@ class LaunchedNetwork:
             KernelWork(names[y], call, *work_of(operations[y], self.launched.program, batch)) for y, call in self.launched.steps
         ]
 
-    def wrong_values(self, images: int | None = None) -> int:
-        """Returns how many codes of all values, and how many logits, differ from the reference, in the first `images` images
-        (default: all)."""
-        wanted: dict[str, Tensor] = {}
-        logits = self.program.run(self.images[:images], on_value=lambda name, value: wanted.update({name: value}))
-        wrong, values = 0, self.launched.program.values
+    def wrong_values(self) -> int:
+        """Returns how many codes of all values, and how many logits, of the checked images differ from the reference."""
+        codes, logits = self.reference.outcome
+        self.launched.feed(self.images)  # later values use the memory of the codes of the images
+        wrong, values, count = 0, self.launched.program.values, len(self.checked)
         operations = {operation.y: operation for operation in self.launched.program.operations}
         for y, call in self.launched.steps:
             call()
-            codes = [name for name in outputs_of(operations[y]) if values[name].storage in ACTIVATIONS]
-            wrong += sum(int((self.launched.codes(name)[:images] != wanted[name]).sum()) for name in codes)
-        return wrong + int((self.launched.result()[:images] != logits).sum())
+            names = [name for name in outputs_of(operations[y]) if values[name].storage in ACTIVATIONS]
+            wrong += sum(int((self.launched.codes(n, self.checked) != codes[n][:count]).sum()) for n in names)
+        return wrong + int((self.launched.result()[self.checked] != logits[:count]).sum())
 
 
 class Network(LaunchedNetwork):
     """ResNet-50 with `storage` activations."""
 
     def __init__(self, storage: str, batch: int, fusion: str = KERNEL_FUSIONS[-1]) -> None:
+        in_graph = tuple(name for name in up_to(fusion) if name in GRAPH_FUSIONS)
         kernel_fusions = [name for name in up_to(fusion) if name not in GRAPH_FUSIONS]
-        super().__init__(program_of(storage, fusion), batch, kernel_fusions)
+        super().__init__(reference_of(storage, in_graph), batch, kernel_fusions)
 
 
 def labels(program: Program) -> dict[str, str]:

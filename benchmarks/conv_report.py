@@ -26,14 +26,16 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def network_table(document: dict[str, Any]) -> Table:
-    """Returns a table with one line per network: milliseconds, images per second, share of its limit."""
-    table = Table("model", "impl", "storage", "fusion", "batch", "ms", "images/s", "of its limit", title="224 x 224")
+    """Returns a table with one line per network: milliseconds, images per second, share of its limit, wrong codes."""
+    names = ("model", "impl", "storage", "fusion", "batch", "ms", "images/s", "of its limit", "wrong codes")
+    table = Table(*names, title="224 x 224")
     for row in document["rows"]:
         ms, limit = row["ms"], row["limit_ms"]
         share = f"{100 * limit / ms:.0f} %" if ms and limit else "-"
         rate = f"{row['images_s']:,.0f}" if row["images_s"] else row["error"] or "-"
         table.add_row(
-            row["model"], row["impl"], row["storage"], row["fusion"], str(row["batch"]), f"{ms:.3f}" if ms else "-", rate, share
+            row["model"], row["impl"], row["storage"], row["fusion"], str(row["batch"]), f"{ms:.3f}" if ms else "-", rate,
+            share, str(row.get("wrong_codes", "-")),
         )  # fmt: skip
     return table
 
@@ -42,7 +44,10 @@ def layer_table(document: dict[str, Any], storage: str) -> Table:
     """Returns a table with one line per kernel: microseconds, share of its roofline, and what limits it."""
     rows = [row for row in document["layers"] if row["storage"] == storage]
     batch = rows[0]["batch"] if rows else "-"
-    table = Table("layer", "us", "TOPS", "of its limit", "limited by", title=f"{storage}, batch {batch}, each kernel alone")
+    model = rows[0].get("model", "resnet50") if rows else "-"
+    table = Table(
+        "layer", "us", "TOPS", "of its limit", "limited by", title=f"{model} {storage}, batch {batch}, each kernel alone"
+    )
     for row in rows:
         limit = row["limit_us"]
         share = f"{100 * limit / row['us']:.0f} %" if limit else "-"
@@ -53,19 +58,25 @@ def layer_table(document: dict[str, Any], storage: str) -> Table:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Plots the time of the network by kind of layer, with the roofline time of the data sheet on each bar. One panel per
+    """Plots the time of ResNet-50 by kind of layer, with the roofline time of the data sheet on each bar. One panel per
     storage, for light and dark pages.
 
     Raises ValueError if there is nothing to plot or matplotlib is not installed.
     """
-    if not any(row["limit_us"] for row in document["layers"]):
-        raise ValueError("the results hold no layer to plot")
+    if not any(row["limit_us"] for row in _resnet_layers(document)):
+        raise ValueError("the results hold no layer of ResNet-50 to plot")
     write_plots(path, CONV, lambda theme: _bars(document, theme))
 
 
+def _resnet_layers(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows of layers of ResNet-50; files until 2026-11-28 have no others and name no model."""
+    return [row for row in document["layers"] if row.get("model", "resnet50") == "resnet50"]
+
+
 def _bars(document: dict[str, Any], theme: Theme) -> Any:
-    storages = list(dict.fromkeys(row["storage"] for row in document["layers"]))
-    kinds = {storage: _kinds([row for row in document["layers"] if row["storage"] == storage]) for storage in storages}
+    layers = _resnet_layers(document)
+    storages = list(dict.fromkeys(row["storage"] for row in layers))
+    kinds = {storage: _kinds([row for row in layers if row["storage"] == storage]) for storage in storages}
     most = max(len(found) for found in kinds.values())
     figure = new_figure(5 * len(storages), 0.24 * most + 1.1, theme)
     axes = figure.subplots(1, len(storages), squeeze=False, sharex=True)[0]
@@ -84,7 +95,7 @@ def _bars(document: dict[str, Any], theme: Theme) -> Any:
         axis.xaxis.set_visible(False)
         axis.spines["bottom"].set_visible(False)
         axis.margins(x=0.18)
-    where = f"ResNet-50, batch {document['layers'][0]['batch']}, {document['machine']['gpu']}, {document['date']}"
+    where = f"ResNet-50, batch {layers[0]['batch']}, {document['machine']['gpu']}, {document['date']}"
     what = "microseconds of each kind of kernel; orange: what its bytes and operations need at least"
     figure.suptitle(f"{where}: {what}", color=theme.text, fontsize=9.5, x=0.01, ha="left")
     return figure

@@ -8,7 +8,7 @@ bytes, one operation at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -159,10 +159,11 @@ class DeviceProgram:
         """Returns the results of the last launch, in the shapes and the form of the model, valid until the next one."""
         return filled(self.program.form, self.program.returned(self.values, self.batch))
 
-    def codes(self, name: str) -> Tensor:
-        """Returns the codes int32 [N, C, H, W] of a value. They are valid until its memory is reused."""
-        known = self.program.values[name]
-        return Nhwc64(known.storage).unpack(self.values[name], known.shape[0])
+    def codes(self, name: str, images: Sequence[int] | None = None) -> Tensor:
+        """Returns the codes int32 [N, C, H, W] of a value, of all images of the batch or of those with the indices `images`.
+        They are valid until the memory of the value is reused."""
+        known, packed = self.program.values[name], self.values[name]
+        return Nhwc64(known.storage).unpack(packed if images is None else packed[list(images)], known.shape[0])
 
     def _allocated(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the allocation of the value in the arena as a tensor."""

@@ -6,6 +6,7 @@ other, and both halves count. 20 photographs are few, so each figure has its sta
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -163,12 +164,13 @@ def table(rows: list[ImageNetRow]) -> Table:
 
 
 def as_json(rows: list[ImageNetRow], name: str = "lite0") -> dict[str, Any]:
-    """Returns `{"rows": [...]}` with data set, network and device."""
+    """Returns `{"rows": [...]}` with date, data set, network and device."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     return {
         "data": f"{imagenet.COUNT} photographs of {imagenet.PHOTOGRAPHS.requirement}, halves calibrate for each other",
         "network": f"EfficientNet-{name} of {imagenet.VARIANTS[name].wheel.requirement}, trained on ImageNet-1k",
         "device": device,
         "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
         "rows": [asdict(row) for row in rows],
     }

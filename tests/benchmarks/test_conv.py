@@ -13,14 +13,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import conv_lite
+from benchmarks import conv, conv_lite, conv_network
 from benchmarks.cli import app
-from benchmarks.conv_network import FUSIONS, labels, work_of
+from benchmarks.conv_network import ALL_FUSIONS, FUSIONS, LaunchedNetwork, Reference, checked_indices, labels, up_to, work_of
 from benchmarks.conv_report import layer_table, load, network_table, plot
 from benchmarks.resnet50 import STEM, ResNet50, blocks
 from lowbit.hardware.machine import typical_machine
 from lowbit.vision.bits import assign_bits, calibrate
-from lowbit.vision.fusion import fused, with_pooled_stems
+from lowbit.vision.fusion import KERNEL_FUSIONS, UNMEASURED_FUSIONS, fused, with_pooled_stems
 from lowbit.vision.graph import Conv
 from lowbit.vision.lower import lower
 from lowbit.vision.observe import observe
@@ -124,7 +124,7 @@ def document():
 
 def printed(table):
     with io.StringIO() as text:
-        Console(width=160, file=text).print(table)
+        Console(width=220, file=text).print(table)
         return text.getvalue()
 
 
@@ -176,4 +176,78 @@ def test_lite0_is_whole():
 def test_unknown_models_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     refused = CliRunner().invoke(app, ["conv", "--models", "resnet18"])
-    assert refused.exit_code == 1 and "resnet50 and efficientnet-lite0, got resnet18" in refused.stderr
+    assert refused.exit_code == 1 and "--models are resnet50, efficientnet-lite0, got 'resnet18'" in refused.stderr
+
+
+def test_fusions_are_selected_by_name(monkeypatch):
+    """A name selects all before it; "pairs" and "whole" are rows only where they are asked for."""
+    assert not set(UNMEASURED_FUSIONS) & set(FUSIONS)
+    assert up_to("whole") == ALL_FUSIONS[1:] and up_to("blocks") == FUSIONS[1:] and up_to("none") == ()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refused = CliRunner().invoke(app, ["conv", "--fusions", "blocks,halves"])
+    assert refused.exit_code == 1 and "got 'halves'" in refused.stderr
+    asked = []
+    monkeypatch.setattr(conv, "run", lambda request, *rest: asked.append(request) or (None, document()))
+    options = ["--fusions", "whole,blocks", "--batches", "128", "--schemes", "w8a8", "--peers", "cudnn,reduce-overhead"]
+    assert CliRunner().invoke(app, ["conv", *options]).exit_code == 0
+    assert asked[0].fusions == ["blocks", "whole"] and asked[0].schemes == ("w8a8",)
+    assert asked[0].rivals == ("cudnn", "reduce-overhead")
+
+
+def test_compared_images_are_spread():
+    assert checked_indices(128) == [0, 42, 85, 127] and checked_indices(5) == [0, 1, 3, 4] and checked_indices(3) == [0, 1, 2]
+
+
+def test_wrong_codes_are_counted(monkeypatch):
+    """Codes that the reference has otherwise are counted: of every compared image, and logits too."""
+    monkeypatch.setattr(conv_network, "IMAGE", 32)
+    torch.manual_seed(0)
+    graph = trace(resnet("bottleneck", sizes=(128,), depths=(1,), embedding=64), images := torch.randn(2, 3, 32, 32))
+    program = lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, "w8a4")))
+    reference = Reference(program, "cpu")
+    network = LaunchedNetwork(reference, 5, KERNEL_FUSIONS, "cpu")
+    assert network.checked == [0, 1, 3, 4] and network.wrong_values() == 0
+    codes, logits = reference.outcome
+    name = network.launched.steps[0][0]
+    codes[name][3, 0, 0, :2] += 1
+    logits[0, 0] += 1.0
+    assert network.wrong_values() == 3
+
+
+class FakeNetwork:
+    """A network without a GPU: of "whole", 7 codes are wrong, and "pairs" cannot be built."""
+
+    def __init__(self, storage, batch, fusion):
+        if fusion == "pairs":
+            raise RuntimeError("no memory")
+        self.steps, self.checked, self.launched, self.fusion = [], [0, 1], self, fusion
+        self.replay = fusion
+
+    def wrong_values(self):
+        return 7 * (self.fusion == "whole")
+
+
+def test_wrong_networks_are_not_timed(monkeypatch):
+    times = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(conv, "Network", FakeNetwork)
+    monkeypatch.setattr(conv, "replay_ms", lambda replay, replays: next(times))
+    blocks, pairs, whole = conv.network_rows("s8", 128, ("blocks", "pairs", "whole"), lambda line: None)
+    assert (blocks["ms"], blocks["wrong_codes"], blocks["checked_images"], blocks["error"]) == (2.0, 0, 2, None)
+    assert pairs["ms"] is None and pairs["error"] == "RuntimeError: no memory"
+    assert whole["ms"] is None and whole["wrong_codes"] == 7 and "7 codes" in whole["error"]
+    text = printed(network_table({"rows": [blocks, pairs, whole]}))
+    assert "wrong codes" in text and "not timed: 7 codes" in text and "no memory" in text
+
+
+def test_rivals_report_their_end_in_a_row(monkeypatch):
+    """A rival that does not end, or fails, has a row that says so; the one after it is measured."""
+
+    def in_process(measure, arguments, seconds, name, say):
+        if arguments == ("compile",):
+            raise TimeoutError(f"{name} did not end within {seconds:.0f} s")
+        return 5.0, 2.0
+
+    monkeypatch.setattr(conv, "in_process", in_process)
+    rows = list(conv.rival_rows({"model": conv_lite.MODEL}, ("reduce-overhead", "compile", "cudnn"), 9.0, lambda line: None))
+    assert [(row["impl"], row["ms"]) for row in rows] == [("cudnn", 2.0), ("compile", None), ("reduce-overhead", 2.0)]
+    assert rows[0]["setup_s"] == 5.0 and rows[1]["error"].endswith("did not end within 9 s")

@@ -384,6 +384,7 @@ def test_the_committed_results_are_recognised():
     kinds = {"study": "lowbit study", "sizes": "lowbit study", "kv": "lowbit study kv"} | {
         name: f"lowbit study {name}" for name in ("experts", "upcycle")
     }
+    kinds["vision"] = "lowbit demo --vision imagenet"
     for path in filter(Path.is_file, root.rglob("*")):
         if kind := kinds.get(path.parent.name):
             check_file(path, kind)

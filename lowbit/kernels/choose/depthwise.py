@@ -48,6 +48,12 @@ def depthwise_tile(spec: ProductSpec) -> DepthwiseTile:
     return DepthwiseTile(rows, min(columns, 4))
 
 
+def vectors_of_block(vectors: int, real: int) -> int:
+    """Returns how many vectors of 8 channels of a pixel a block computes: 4 if the last 4 of all `vectors`, a multiple of 8,
+    are padding, else 8. `real` vectors have channels. Blocks of 4 only store zeros in the last 4."""
+    return 4 if vectors - real >= 4 else 8
+
+
 def depthwise_refusals(spec: ConvSpec) -> tuple[str, ...]:
     """Returns the reasons why the kernel cannot run a layer; empty if it can."""
     reasons = []

@@ -20,15 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.formats.conv import FLOATS, ConvSpec
-from lowbit.kernels.choose.depthwise import DepthwiseTile
+from lowbit.kernels.choose.depthwise import DepthwiseTile, vectors_of_block
 from lowbit.kernels.parts.conv_plan import ConvPlan, PlainLauncher
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.depthwise import VECTOR
 from lowbit.pack.nhwc64 import padded_channels
 
-PLACES = tl.constexpr(16)
-"""Number of groups of pixels of a block; with 8 vectors of channels each, one per thread."""
-VECTORS_OF_BLOCK = tl.constexpr(8)
+THREADS = tl.constexpr(128)
+"""Threads of a block, each with one vector of channels of one group of pixels."""
 WARPS = 4
 
 MAGIC = tl.constexpr(0x4B400000)
@@ -175,23 +174,26 @@ def values_of(
 @triton.jit(do_not_specialize=["height", "width", "out_height", "out_width", "across", "down", "total", "channels"])
 def depthwise_kernel(
     y, x, weight, s, b, height, width, out_height, out_width, across, down, total, channels, VECTORS: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, X_FOUR: tl.constexpr, Y_FOUR: tl.constexpr, VALUES: tl.constexpr,
-    RELU: tl.constexpr,
+    OF_BLOCK: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
+    PW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, X_FOUR: tl.constexpr, Y_FOUR: tl.constexpr,
+    VALUES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Computes PLACES of `total` groups of ROWS x COLUMNS pixels, for 64 channels; an image has `down` x `across` groups.
+    """Computes `total` groups of ROWS x COLUMNS pixels; an image has `down` x `across` groups. A block computes OF_BLOCK of
+    VECTORS vectors of 8 channels. OF_BLOCK = 4: the last 4 vectors of a pixel are padding, which the block before them fills.
 
     VALUES: True if y has values [N, Ho, Wo, channels], not codes.
     """
-    OF_PIXEL: tl.constexpr = VECTORS // VECTORS_OF_BLOCK
+    PLACES: tl.constexpr = THREADS // OF_BLOCK
+    FILLED: tl.constexpr = 4 if OF_BLOCK == 4 else 0
+    OF_PIXEL: tl.constexpr = (VECTORS - FILLED) // OF_BLOCK
     LOADED_ROWS: tl.constexpr = (ROWS - 1) * SH + KH
     LOADED: tl.constexpr = (COLUMNS - 1) * SW + KW
     STEP: tl.constexpr = 8 * VECTORS
     N: tl.constexpr = ROWS * COLUMNS
     LOW: tl.constexpr = 0.0 if RELU else -128.0
     HIGH: tl.constexpr = 255.0 if Y_FOUR else 127.0
-    i = (tl.program_id(0) // OF_PIXEL) * PLACES + tl.arange(0, PLACES)[:, None] + tl.zeros([PLACES, VECTORS_OF_BLOCK], tl.int32)
-    v = (tl.program_id(0) % OF_PIXEL) * VECTORS_OF_BLOCK + tl.arange(0, VECTORS_OF_BLOCK)[None, :] + tl.zeros_like(i)
+    i = (tl.program_id(0) // OF_PIXEL) * PLACES + tl.arange(0, PLACES)[:, None] + tl.zeros([PLACES, OF_BLOCK], tl.int32)
+    v = (tl.program_id(0) % OF_PIXEL) * OF_BLOCK + tl.arange(0, OF_BLOCK)[None, :] + tl.zeros_like(i)
     image = (i // (down * across)).to(tl.int64)
     row = (i // across % down) * ROWS
     column = (i % across) * COLUMNS
@@ -228,7 +230,11 @@ def depthwise_kernel(
                     h = row + j // COLUMNS
                     w = column + j % COLUMNS
                     out = y + ((image * out_height + h) * out_width + w) * VECTORS + v
-                    tl.store(out, packed(firsts[j], word, X_FOUR, Y_FOUR), mask=inside & (h < out_height) & (w < out_width))
+                    kept = inside & (h < out_height) & (w < out_width)
+                    tl.store(out, packed(firsts[j], word, X_FOUR, Y_FOUR), mask=kept)
+                    if FILLED > 0:
+                        last = v >= VECTORS - FILLED - OF_BLOCK
+                        tl.store(out + FILLED, tl.zeros_like(v).to(y.dtype.element_ty), mask=kept & last)
 
 
 class PreparedDepthwise(ConvPlan):
@@ -249,13 +255,14 @@ class PreparedDepthwise(ConvPlan):
         out_height, out_width = y.shape[1], y.shape[2]
         across, down = -(-out_width // tile.columns), -(-out_height // tile.rows)
         vectors = padded_channels(spec.channels) // VECTOR
+        of_block = vectors_of_block(vectors, -(-spec.channels // VECTOR))
         total = n * down * across
         types = {"u4": torch.int32, "s8": torch.int64}
         self.launch(
-            -(-total // PLACES.value) * (vectors // VECTORS_OF_BLOCK.value),
+            -(-total * of_block // THREADS.value) * ((vectors - (4 if of_block == 4 else 0)) // of_block),
             y if spec.y in FLOATS else y.view(-1).view(types[spec.y]), x.view(-1).view(types[spec.x]),
             self.packed.weight.view(torch.int32), self.packed.s, self.packed.b, height, width, out_height,
-            out_width, across, down, total, spec.outputs, vectors, *spec.kernel, *spec.stride, *spec.padding, tile.rows,
-            tile.columns, spec.x == "u4", spec.y == "u4", spec.y in FLOATS, spec.relu,
+            out_width, across, down, total, spec.outputs, vectors, of_block, *spec.kernel, *spec.stride, *spec.padding,
+            tile.rows, tile.columns, spec.x == "u4", spec.y == "u4", spec.y in FLOATS, spec.relu,
         )  # fmt: skip
         return y

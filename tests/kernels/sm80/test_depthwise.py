@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.formats.conv import ConvLayer, code_range, requantize
-from lowbit.kernels.choose.depthwise import depthwise_refusals, depthwise_tile
+from lowbit.kernels.choose.depthwise import depthwise_refusals, depthwise_tile, vectors_of_block
 from lowbit.kernels.reference.conv import conv_reference
 from lowbit.pack.depthwise import DepthwiseTaps
 from lowbit.pack.nhwc64 import Nhwc64
@@ -29,6 +29,8 @@ CASES = [
     ((7, 7), (1, 1), (3, 3), "s8", "f16", False, 40, (7, 5)),
     ((1, 3), (1, 2), (0, 1), "u4", "f32", True, 9, (3, 9)),
     ((1, 1), (1, 1), (0, 0), "s8", "s8", False, 64, (2, 3)),
+    ((3, 3), (1, 1), (1, 1), "s8", "s8", True, 96, (5, 7)),
+    ((3, 3), (1, 1), (1, 1), "u4", "u4", True, 32, (5, 7)),
 ]  # fmt: skip
 
 
@@ -125,14 +127,20 @@ def test_windows_that_are_too_large_are_refused():
     ).spec)[0]  # fmt: skip
 
 
-@pytest.mark.parametrize(("capability", "x", "y", "window", "stride"), [
-    (90, "s8", "s8", 3, 1), (80, "s8", "s8", 5, 1), (90, "s8", "s8", 6, 2), (90, "u4", "u4", 3, 1),
+def test_blocks_leave_out_padding():
+    """Of 64, 96 and 144 channels of 8 a vector, and of 1 in a vector of its own."""
+    assert [vectors_of_block(*known) for known in ((8, 8), (16, 12), (24, 18), (8, 4), (8, 5), (16, 9))] == [8, 4, 4, 4, 8, 4]
+
+
+@pytest.mark.parametrize(("capability", "x", "y", "window", "stride", "of_block"), [
+    (90, "s8", "s8", 3, 1, 8), (80, "s8", "s8", 5, 1, 8), (90, "s8", "s8", 6, 2, 8), (90, "u4", "u4", 3, 1, 8),
+    (90, "s8", "s8", 3, 1, 4), (90, "s8", "s8", 4, 2, 4),
 ])  # fmt: skip
-def test_machine_code(capability, x, y, window, stride):
+def test_machine_code(capability, x, y, window, stride, of_block):
     """Nothing spills. Four taps take one dp4a. No load of a pixel waits for another load."""
     conv = layer((window, window), (stride, stride), (window // 2,) * 2, x, y, True, 192)
     tile = depthwise_tile(conv.spec)
-    constants = dict(VECTORS=24, KH=window, KW=window, SH=stride, SW=stride, PH=window // 2, PW=window // 2)
+    constants = dict(VECTORS=24, OF_BLOCK=of_block, KH=window, KW=window, SH=stride, SW=stride, PH=window // 2, PW=window // 2)
     constants |= dict(ROWS=tile.rows, COLUMNS=tile.columns, X_FOUR=x == "u4", Y_FOUR=y == "u4", VALUES=False, RELU=True)
     signature = {"y": "*i32" if y == "u4" else "*i64", "x": "*i32" if x == "u4" else "*i64"}
     signature |= {"weight": "*i32", "s": "*fp32", "b": "*fp32"}
@@ -142,5 +150,6 @@ def test_machine_code(capability, x, y, window, stride):
     assert kernel.stack_bytes == 0 and kernel.registers <= 255
     assert kernel.count("IDP.4A") == 8 * tile.rows * tile.columns * window * -(-window // 4)
     if x == "s8":
-        assert kernel.opcodes["LDG.E.64"] == pixels and kernel.opcodes["STG.E.64"] == tile.rows * tile.columns
+        stores = tile.rows * tile.columns * (2 if of_block == 4 else 1)  # of codes, and of zeros
+        assert kernel.opcodes["LDG.E.64"] == pixels and kernel.opcodes["STG.E.64"] == stores
     assert kernel.registers <= 168
