@@ -37,8 +37,8 @@ from torch import Tensor
 
 from lowbit.formats.kv import KVFormat, KVScheme, head_block
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTask, DecodeTile
-from lowbit.kernels.choose.packed_attention import most_registers
+from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTask
+from lowbit.kernels.choose.packed_attention import PackedTile
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, ptx, run, source_digest
 from lowbit.kernels.parts.head_rows import (
     THREADS,
@@ -743,19 +743,18 @@ class PackedAttentionPlan:
     """
 
     def __init__(
-        self, rows: int, shape: AttentionShape, kv: KVScheme, tile: DecodeTile, machine: Machine, *, verify: bool = False
+        self, rows: int, shape: AttentionShape, kv: KVScheme, tile: PackedTile, machine: Machine, *, verify: bool = False
     ) -> None:
         self.rows, self.shape, self.tile = rows, shape, tile
         overlap = machine.arch.sm >= 90
         task = DecodeTask.VERIFY if verify else DecodeTask.STEP
         self.config = PackedAttention(shape, kv.k.name, kv.v.name, kv.k.rotated, kv.v.rotated, overlap, task)
         grid = (shape.kv_heads * self.config.subgroups, rows, tile.splits)
-        registers = most_registers(shape, kv)
         self.append: Launcher | None = None
         if verify:
             self.append_config = replace(self.config, task=DecodeTask.APPEND)
-            self.append = Launcher(packed_attention, (*grid[:2], 1), WARPS, overlap=overlap, registers=registers)
-        self.launch = Launcher(packed_attention, grid, WARPS, overlap=overlap, registers=registers)
+            self.append = Launcher(packed_attention, (*grid[:2], 1), WARPS, overlap=overlap, registers=tile.registers)
+        self.launch = Launcher(packed_attention, grid, WARPS, overlap=overlap, registers=tile.registers)
 
     @property
     def workspace(self) -> tuple[int, int]:
