@@ -19,6 +19,7 @@ from benchmarks.e2e_report import E2E, SCHEMA, failed, load, plot, shares, table
 from benchmarks.language_model import random_model, weight_bytes
 from lowbit.engine import Engine, Request
 from lowbit.engine import chain as chain_of
+from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.program import DecodeProgram
 from lowbit.eval.results import write_json
 from lowbit.nn import PackedWeight, QuantExperts
@@ -397,7 +398,7 @@ def test_steps_by_launches_and_in_one_launch(small, tmp_path, monkeypatch):
 
 
 def test_long_prompts_run_through_the_engine(small, tmp_path, monkeypatch):
-    """Each quantized model and format has a row for each prompt, computed in chunks by the engine; what does not fit says so."""
+    """Each quantized model and format has a row for each prompt, computed in chunks by the engine, or the reason for none."""
     monkeypatch.setattr(e2e, "machine", lambda: {"gpu": "a GPU"})
     monkeypatch.setattr(e2e, "warm_up", lambda: None)
     monkeypatch.setattr(e2e, "WARM_PROMPT", 200)
@@ -407,7 +408,14 @@ def test_long_prompts_run_through_the_engine(small, tmp_path, monkeypatch):
         step = {"ms_per_token": 1.0, "limit_ms": 1.0, "tokens_per_gpu_s": 1.0}
         monkeypatch.setattr(e2e, name, lambda *arguments, step=step: step)
     monkeypatch.setattr(e2e, "random_model", lambda *about: random_model(*about[:4], torch.device("cpu")))
-    made = []
+    made, computed = [], []
+    launch = PrefillRunner.launch
+
+    def recorded(self, chunks):
+        computed.append([(chunk.begin, chunk.end) for chunk in chunks])
+        return launch(self, chunks)
+
+    monkeypatch.setattr(PrefillRunner, "launch", recorded)
 
     def engine_for(model, cases, kv, one_launch):
         assert cases == ([(1, 64)] if len(made) == 0 else [(1, 64), (1, 1500), (1, 5000)])
@@ -425,7 +433,7 @@ def test_long_prompts_run_through_the_engine(small, tmp_path, monkeypatch):
     for row in found["prompts"][::2]:
         assert row["error"] is None and row["prefill_tok_s"] == 1500 / row["prompt_s"] > 0
     assert all("2,048" in row["error"] and row["prompt_s"] is None for row in found["prompts"][1::2])
-    assert [engine.step_budget.prompt_tokens for engine in made] == [0, 1700, 1700]  # steps of the engine: 200 and 1500 tokens
+    assert computed == 2 * [[(0, 200)], [(0, 1024)], [(1024, 1500)], [(0, 200)]]
     terminal = Console(width=80, record=True, quiet=False)
     terminal.print(*tables(load(path)))
     assert "s to its first token" in terminal.export_text() and "prompt 5,000: " in failed(found)[0]
