@@ -92,11 +92,12 @@ class Timed:
     def as_json(self) -> dict[str, Any]:
         """Returns the row of a result file."""
         tile = self.tile
-        registers = getattr(tile, "registers", None)
+        packed = {"registers": tile.registers, "early_keys": tile.early_keys} if isinstance(tile, PackedTile) else {}
         return {
             "impl": self.impl, "kv_dtype": "float16" if self.kv == KV16 else str(self.kv), "rows": self.rows,
             "context": self.context, "tile": str(tile), "splits": None if isinstance(tile, str) else tile.active(self.context),
-            "registers": registers, "chosen": self.chosen, "us": self.us, "model_us": self.model_us, "limit_us": self.limit_us,
+            "registers": packed.get("registers"), "early_keys": packed.get("early_keys"), "chosen": self.chosen, "us": self.us,
+            "model_us": self.model_us, "limit_us": self.limit_us,
             "bytes": round(1e9 * self.gigabytes), "rel_err": self.rel_err, "sm_clock_mhz": self.sm_clock_mhz,
             "power_w": self.power_w, "error": self.error,
         }  # fmt: skip
@@ -159,8 +160,8 @@ def code_size(fmt: KVFormat) -> float:
 def packed_tiles(
     rows: int, context: int, shape: AttentionShape, kv: KVScheme, machine: Machine, count: int
 ) -> list[PackedTile]:  # fmt: skip
-    """Returns the tile chosen for slots of at most `context` tokens, and the best ones by modelled cost that split this context
-    differently or have another limit of registers."""
+    """Returns the tile chosen for slots of at most `context` tokens, the same with keys loaded late if it loads them early, and
+    the best ones by modelled cost that split this context differently or have another limit of registers."""
     longest = (context // PAGE + 1) * PAGE
     chosen = choose_packed(rows, shape, kv, longest, machine)
     able = [row.tile for row in candidates_packed(rows, shape, kv, longest, machine) if not row.reasons]
@@ -168,7 +169,8 @@ def packed_tiles(
     unlike = {(chosen.active(context), chosen.registers): chosen}
     for tile in able:
         unlike.setdefault((tile.active(context), tile.registers), tile)
-    return [*unlike.values()][: count + 1]
+    late = [replace(chosen, early_keys=False)] if chosen.early_keys else []
+    return [chosen, *late, *[*unlike.values()][1 : count + 1]]
 
 
 def tiles_to_time(rows: int, context: int, shape: AttentionShape, machine: Machine, count: int) -> list[DecodeTile]:

@@ -73,7 +73,12 @@ def test_tiles_of_packed_pages_split_contexts_differently(kv):
     for rows, context in ((1, 131072), (16, 8192), (64, 300)):
         tiles = packed_tiles(rows, context, LLAMA, parse_kv(kv), typical_machine(90), 6)
         assert tiles[0] == choose_packed(rows, LLAMA, parse_kv(kv), (context // 128 + 1) * 128, typical_machine(90))
-        assert len({(tile.active(context), tile.registers) for tile in tiles}) == len(tiles) >= 3
+        assert len({(tile.active(context), tile.registers, tile.early_keys) for tile in tiles}) == len(tiles) >= 3
+        assert (
+            tiles[0].early_keys
+            == (tiles[0].registers == 168)
+            == (not tiles[1].early_keys and tiles[1].splits == tiles[0].splits)
+        )
 
 
 @gpu

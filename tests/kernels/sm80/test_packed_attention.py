@@ -12,7 +12,7 @@ import torch
 from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.attention import DecodeTask
-from lowbit.kernels.choose.packed_attention import PackedTile, packed_tile, register_limits
+from lowbit.kernels.choose.packed_attention import EARLY_KEYS_REGISTERS, PackedTile, packed_tile, register_limits
 from lowbit.pack.kv_pages import KVPages
 from tests.kernels.attention import (
     compare_packed,
@@ -242,6 +242,11 @@ def test_codes_are_read_in_vectors_of_16_bytes_and_nothing_spills(head_dim, kv, 
     assert sum("LDG.E.NA.128" in line for line in loop) == head_dim * (scheme.k.bits + scheme.v.bits) // 128
     assert sum("HMMA.16816" in line for line in loop) == head_dim // 4 + (0 if kv == "fp8" else 2)
     assert not any(name in line for line in loop for name in ("STS", "BAR."))
+    if registers >= EARLY_KEYS_REGISTERS and register_limits(given, scheme)[-1]:
+        (first, *_), (softmax, *_) = (
+            [i for i, line in enumerate(loop) if name in line] for name in ("LDG.E.NA.128", "MUFU.LG2")
+        )
+        assert first < softmax, "the next keys are loaded before the softmax"
     assert len(loop) * 32 / (2 * 32 * head_dim) < per_value + (0.1 if TRITON < (3, 9) else 0)
 
 
