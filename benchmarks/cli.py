@@ -390,6 +390,9 @@ def e2e(
     one_launch: Annotated[
         bool, typer.Option("--one-launch", help="Time each step of 1, 2, 4 or 8 tokens by launches and in one launch.")
     ] = False,
+    prompt: Annotated[
+        str | None, typer.Option(help="Time one request of so many tokens to its first token too, for each quantized model.")
+    ] = None,
     rivals: Annotated[str, typer.Option(help="Of the same model: eager, static (Transformers' generate), or none.")] = "none",
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-e2e.json.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
@@ -403,6 +406,8 @@ def e2e(
     Example: python -m benchmarks e2e --schemes w4a16_g128 --batches 1,16 --contexts 1024 --plot step.png
 
     Example: python -m benchmarks e2e --schemes w4a16_g128 --batches 64 --contexts 8192 --kv 16,fp8,int8,int4
+
+    Example: python -m benchmarks e2e --schemes w4a16_g128 --batches 1 --contexts 131072 --kv int4 --prompt 32768,131072
     """
     load_layers()
     from benchmarks.e2e_report import E2E, failed, load, plot, tables
@@ -441,6 +446,7 @@ def e2e(
             rival_names,
             formats,
             one_launch,
+            parse_rows(prompt) if prompt else (),
         )
         path, document = run(config, out_file, say)
         say(f"wrote {path}")

@@ -46,6 +46,12 @@ REPLAYS = 24
 PROMPT, OUTPUT = 1024, 64
 """Tokens of the timed prompt, and tokens that a whole request generates."""
 
+WARM_PROMPT = 12288
+"""Tokens of the request before a long prompt: more than the graphs of prompts hold, so that it takes the same kernels."""
+
+PROMPT_COLUMNS = ("model", "scheme", "gpus", "kv_dtype", "head", "impl", "weight_bytes")
+"""Columns that rows of long prompts share with those of steps."""
+
 PRODUCTS = KINDS["products"]
 """Parts of the names by which kernels that multiply by weights are recognised: this library's, cuBLAS's, and cuBLAS's split-K
 reduction."""
@@ -72,6 +78,8 @@ PROTOCOL = (
     "Experts in 16 bits take torch._grouped_mm. "
     "With --one-launch a step is timed by several launches a layer (impl lowbit) and in one launch (impl lowbit one launch), "
     "whichever the engine chooses; without, as it chooses. "
+    "prompts: one request of `prompt` tokens, of quantized weights, alone, from its submission to its first token (prompt_s), "
+    "by the engine's own steps, after a shorter request. "
     "bf16_ms_per_token is the ms_per_token of that row, with keys and values in 16 bits too. impl transformers: the same "
     "model's own `generate`, the time of 8 tokens more, its cache dynamic or, compiled, static. kernels: of each how often it "
     "runs in a step, its microseconds from start to end, and those that it adds, from the end of the kernel before to its own; "
@@ -95,6 +103,7 @@ class E2EConfig:
     rivals: tuple[str, ...] = ()
     kv: tuple[str, ...] = ("16",)
     one_launch: bool = False
+    prompts: tuple[int, ...] = ()
 
 
 def run(config: E2EConfig, path: Path | None, progress: ProgressCallback) -> tuple[Path, dict[str, Any]]:
@@ -105,15 +114,20 @@ def run(config: E2EConfig, path: Path | None, progress: ProgressCallback) -> tup
     warm_up()
     bandwidth, kernel = read_bandwidth()
     rows: list[dict[str, Any]] = []
+    prompts: list[dict[str, Any]] = []
     document: dict[str, Any] = {
         "result": E2E, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False, "machine": about,
         "versions": versions(("transformers",)), "read_bytes_per_s": bandwidth, "read_kernel": kernel, "protocol": PROTOCOL,
-        "rows": rows,
+        "rows": rows, "prompts": prompts,
     }  # fmt: skip
     for model in config.models:
         wide: dict[tuple[int, int], float] = {}
         for scheme in (None, *dict.fromkeys((*OWN_SCHEMES.get(model, ()), *config.schemes))):
             for row in _rows_of(model, scheme, config, bandwidth, progress):
+                if "prompt_s" in row:
+                    prompts.append(row)
+                    write_json(path, document)
+                    continue
                 key = (row["batch"], row["context"])
                 if scheme is None and row["impl"] == "lowbit" and row["kv_dtype"] in DTYPES and row["ms_per_token"]:
                     wide[key] = row["ms_per_token"]
@@ -161,7 +175,8 @@ def _rows_of_engine(
     """Yields the rows of one model and one format of keys and values. `blank` has the columns that all rows share."""
     cases = [(batch, context) for context in config.contexts for batch in config.batches]
     try:
-        engine = engine_for(model, cases, kv, config.one_launch or None)
+        prompts = config.prompts if blank["scheme"] else ()
+        engine = engine_for(model, [*cases, *((1, prompt) for prompt in prompts)], kv, config.one_launch or None)
         for stage in engine.compile():
             progress(f"{said}: compiling, {stage.done} of {stage.total} kernels")
         rate, in_products = _prefill(engine)
@@ -181,6 +196,13 @@ def _rows_of_engine(
                     continue
                 row["impl"], measured = "lowbit one launch", _decode
             yield {**row, **measured(engine, batch, context, read, bandwidth), **_request(engine, batch)}
+        except failures() as error:
+            yield {**row, "error": reason(error)}
+    for prompt in prompts:
+        progress(f"{said}: a prompt of {prompt} tokens")
+        row = {**{name: blank[name] for name in PROMPT_COLUMNS}, "prompt": prompt, "prompt_s": None, "prefill_tok_s": None}
+        try:
+            yield {**row, **_long_prompt(engine, prompt), "error": None}
         except failures() as error:
             yield {**row, "error": reason(error)}
 
@@ -420,6 +442,24 @@ def _prefill(engine: Engine) -> tuple[float, float]:
     took = statistics.median(seconds[1:])
     products_us = sum(added for name, _, added in timeline(prompt) if any(part in name for part in PRODUCTS))
     return PROMPT / took, products_us / 1e6 / took
+
+
+def _long_prompt(engine: Engine, prompt: int) -> dict[str, float]:
+    """Returns the seconds from the submission of a request of `prompt` tokens to its first token, which the engine computes in
+    chunks over pages as they are stored, and the prompt's tokens per second. A shorter request runs before."""
+    vocab = engine.slots.sampling.counts.shape[1]
+    generator = torch.Generator().manual_seed(4)
+    taken = 0.0
+    for tokens in (min(prompt, WARM_PROMPT), prompt):
+        ids = torch.randint(vocab, (tokens,), generator=generator).tolist()
+        start = time.perf_counter()
+        sequence = engine.submit(Request(ids, 1))
+        while sequence.finish_reason is None:
+            engine.step()
+        taken = time.perf_counter() - start
+        if not sequence.sampled:
+            raise RuntimeError(f"a request of {tokens} tokens ended without a token: {sequence.finish_reason}")
+    return {"prompt_s": taken, "prefill_tok_s": prompt / taken}
 
 
 def _request(engine: Engine, batch: int) -> dict[str, Any]:

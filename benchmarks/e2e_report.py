@@ -51,6 +51,8 @@ def tables(document: dict[str, Any]) -> list[Table]:
         here = [row for row in rows if row["model"] == model]
         found += [_step_table(document, here, context) for name, context in of_contexts if name == model]
         found.append(_python_table(here))
+    if prompts := [row for row in document.get("prompts", ()) if row["error"] is None]:
+        found.append(_prompt_table(document, prompts))
     return found
 
 
@@ -63,6 +65,17 @@ def _step_table(document: dict[str, Any], rows: list[dict[str, Any]], context: i
             _weights(row), str(row["batch"]), f"{ms:.3f}", f"{100 * limit / ms:.0f} %" if limit else "-",
             f"{wide / ms:.2f}" if wide else "-", f"{row['tokens_per_gpu_s']:,.0f}", f"{kernels:.1f}" if kernels else "-",
         )  # fmt: skip
+    return table
+
+
+def _prompt_table(document: dict[str, Any], prompts: list[dict[str, Any]]) -> Table:
+    """Returns the table of long prompts, from the request to its first token."""
+    title = f"One long prompt on {document['machine']['gpu']}"
+    table = narrow_table(("model", "weights"), ("prompt", "s to its first token", "tokens/s"), title)
+    for row in prompts:
+        table.add_row(
+            row["model"], _weights(row), f"{row['prompt']:,}", f"{row['prompt_s']:.2f}", f"{row['prefill_tok_s']:,.0f}"
+        )
     return table
 
 
@@ -91,6 +104,9 @@ def failed(document: dict[str, Any]) -> list[str]:
     """Returns a line for each row without a time."""
     rows = [row for row in document["rows"] if row["error"] is not None]
     labels = [[row["model"], _weights(row), *(f"{k} {row[k]:,}" for k in ("batch", "context") if row[k])] for row in rows]
+    prompts = [row for row in document.get("prompts", ()) if row["error"] is not None]
+    rows += prompts
+    labels += [[row["model"], _weights(row), f"prompt {row['prompt']:,}"] for row in prompts]
     return [f"{', '.join(names)}: {row['error']}" for names, row in zip(labels, rows, strict=True)]
 
 

@@ -31,8 +31,9 @@ from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.experts import ExpertWeights, expert_weights
 from lowbit.quantize import rtn
 
-POSITIONS = 65536
-"""Maximum context length, longer than the models were trained for; the time of a step does not depend on it."""
+POSITIONS, TABLE_POSITIONS = 1 << 18, 1 << 16
+"""Maximum context lengths, longer than the models were trained for; the time of a step does not depend on them. RoPE's table of
+2^18 positions takes 128 MiB with heads of 128; OPT's embedding of 2^16 positions takes 0.9 GB, and is a weight."""
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, theta: float) -> LlamaConfig:
@@ -46,7 +47,7 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 def _opt(hidden: int, intermediate: int, layers: int, heads: int) -> OPTConfig:
     return OPTConfig(
         hidden_size=hidden, ffn_dim=intermediate, num_hidden_layers=layers, num_attention_heads=heads, vocab_size=50272,
-        max_position_embeddings=POSITIONS, eos_token_id=None,
+        max_position_embeddings=TABLE_POSITIONS, eos_token_id=None,
     )  # fmt: skip
 
 
@@ -103,7 +104,7 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt-oss-20b": _gpt_oss_20b,
     "OLMoE-1B-7B": _olmoe_7b,
 }
-"""Configurations from the models' config.json, except for POSITIONS."""
+"""Configurations from the models' config.json, except for the positions."""
 
 OWN_SCHEMES = {"gpt-oss-20b": ("w4e2m1a16_g32",)}
 """Schemes in which models were published, here MXFP4. They are measured in addition to the requested schemes."""

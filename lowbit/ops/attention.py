@@ -282,10 +282,10 @@ def _decode_plan(
     machine = machine_of(device_of("decode_attention", tensors))
     longest = longest or PAGE * tables.shape[1]
     if kv.quantized:
-        tile = choose_packed(len(rows), shape, kv, longest, machine, batch_invariant)
+        packed = choose_packed(len(rows), shape, kv, longest, machine, batch_invariant)
         from lowbit.kernels.sm80.packed_attention import PackedAttentionPlan
 
-        return PackedAttentionPlan(len(rows), shape, kv, tile, machine, verify=verify)
+        return PackedAttentionPlan(len(rows), shape, kv, packed, machine, verify=verify)
     tile = choose_decode(len(rows), shape, longest, machine, batch_invariant)
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 

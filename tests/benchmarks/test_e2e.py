@@ -19,6 +19,7 @@ from benchmarks.e2e_report import E2E, SCHEMA, failed, load, plot, shares, table
 from benchmarks.language_model import random_model, weight_bytes
 from lowbit.engine import Engine, Request
 from lowbit.engine import chain as chain_of
+from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.program import DecodeProgram
 from lowbit.eval.results import write_json
 from lowbit.nn import PackedWeight, QuantExperts
@@ -394,6 +395,48 @@ def test_steps_by_launches_and_in_one_launch(small, tmp_path, monkeypatch):
     assert rows == [
         (scheme, *row) for scheme in (None, "w4a16_g32") for row in ((several, 1, 2.0), (one, 1, 1.0), (several, 3, 2.0))
     ]
+
+
+def test_long_prompts_run_through_the_engine(small, tmp_path, monkeypatch):
+    """Each quantized model and format has a row for each prompt, computed in chunks by the engine, or the reason for none."""
+    monkeypatch.setattr(e2e, "machine", lambda: {"gpu": "a GPU"})
+    monkeypatch.setattr(e2e, "warm_up", lambda: None)
+    monkeypatch.setattr(e2e, "WARM_PROMPT", 200)
+    for name, value in (("read_bandwidth", (1e12, "none")), ("_prefill", (1.0, 0.5)), ("_request", {})):
+        monkeypatch.setattr(e2e, name, lambda *arguments, value=value: value)
+    for name in ("_decode", "_better"):
+        step = {"ms_per_token": 1.0, "limit_ms": 1.0, "tokens_per_gpu_s": 1.0}
+        monkeypatch.setattr(e2e, name, lambda *arguments, step=step: step)
+    monkeypatch.setattr(e2e, "random_model", lambda *about: random_model(*about[:4], torch.device("cpu")))
+    made, computed = [], []
+    launch = PrefillRunner.launch
+
+    def recorded(self, chunks):
+        computed.append([(chunk.begin, chunk.end) for chunk in chunks])
+        return launch(self, chunks)
+
+    monkeypatch.setattr(PrefillRunner, "launch", recorded)
+
+    def engine_for(model, cases, kv, one_launch):
+        assert cases == ([(1, 64)] if len(made) == 0 else [(1, 64), (1, 1500), (1, 5000)])
+        made.append(Engine(model, max_concurrent=1, max_length=2048, cache_bytes=1 << 22, kv=kv, prefix_caching=False))
+        return made[-1]
+
+    monkeypatch.setattr(e2e, "engine_for", engine_for)
+    config = e2e.E2EConfig(
+        (small,), ("w4a16_g32",), (1,), (64,), head=None, kv=("16", "int4"), prompts=(1500, 5000)
+    )  # fmt: skip
+    path, found = e2e.run(config, tmp_path / "prompts.json", lambda said: None)
+    assert [row["error"] for row in found["rows"]] == [None] * 3
+    rows = [(row["scheme"], row["kv_dtype"], row["prompt"]) for row in found["prompts"]]
+    assert rows == [("w4a16_g32", kv, prompt) for kv in ("float16", "int4") for prompt in (1500, 5000)]
+    for row in found["prompts"][::2]:
+        assert row["error"] is None and row["prefill_tok_s"] == 1500 / row["prompt_s"] > 0
+    assert all("2,048" in row["error"] and row["prompt_s"] is None for row in found["prompts"][1::2])
+    assert computed == 2 * [[(0, 200)], [(0, 1024)], [(1024, 1500)], [(0, 200)]]
+    terminal = Console(width=80, record=True, quiet=False)
+    terminal.print(*tables(load(path)))
+    assert "s to its first token" in terminal.export_text() and "prompt 5,000: " in failed(found)[0]
 
 
 def test_kernels_count_from_the_end_of_the_one_before(monkeypatch):

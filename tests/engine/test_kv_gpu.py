@@ -7,6 +7,7 @@ import torch
 from triton import knobs
 
 from lowbit.engine import Engine, FinishReason, Request, Sampling
+from lowbit.engine.balance import factors_of
 from lowbit.engine.program import DecodeProgram
 from lowbit.eval.kv import stored_kv
 from lowbit.formats.kv import parse_kv
@@ -50,15 +51,25 @@ def check_stored(model, sequences, kv):
     return others
 
 
+def with_key_biases(model):
+    """Makes a few biases of k far larger than other elements of keys, as in Qwen2.5."""
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data[5::37] = 16.0
+    return model
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "OPT"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "OPT"])
 @pytest.mark.parametrize("kv", NARROW)
 def test_greedy_tokens(kv, family, dtype):
     """Tokens are the most likely ones over rows as they are stored, for prompts in chunks and steps, one sequence alone and
-    many."""
-    model = model_of(family, dtype)
+    many. Qwen2 has balanced keys with RoPE."""
+    model = with_key_biases(model_of(family, dtype)) if family == "Qwen2" else model_of(family, dtype)
     engine = Engine(model, max_concurrent=16, max_length=1024, chunk_tokens=256, kv=kv)
     assert isinstance(engine.program, DecodeProgram) and f"keys and values in {parse_kv(kv)}" in engine.report()[1]
+    if family == "Qwen2":
+        factors = [factors_of(layer.self_attn.k_proj) for layer in model.model.layers]
+        assert all(each is not None and each.min() <= 0.5 for each in factors)
     answered = engine.generate([Request(prompt(length, length), 40) for length in LENGTHS])
     answered += engine.generate([Request(prompt(33), 40)])
     assert all(sequence.finish_reason is FinishReason.LENGTH and len(set(tokens(sequence))) > 15 for sequence in answered)

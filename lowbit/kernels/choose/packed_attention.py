@@ -1,4 +1,5 @@
-"""Choice of the number of splits of decode attention over packed pages: candidates, cost model. Without Triton.
+"""Choice of the splits and of the limit of registers of decode attention over packed pages: candidates, cost model. Without
+Triton.
 
 A program has 4 warps and reads a split of one row and kv head, page by page; a kv head with more than 8 query heads has several
 programs. The cases that a cost averages over are those of choose/attention.py.
@@ -7,7 +8,9 @@ programs. The cases that a cost averages over are those of choose/attention.py.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -19,11 +22,10 @@ from lowbit.kernels.choose.attention import (
     PAGE,
     PARTS,
     AttentionShape,
-    DecodeCandidate,
     DecodeTile,
     attention_refusals,
 )
-from lowbit.kernels.choose.candidate import first_feasible, ordered
+from lowbit.kernels.choose.candidate import Candidate, first_feasible, ordered
 from lowbit.pack.kv_pages import kv_refusals, padded_head, page_bytes
 
 HEADS = 8
@@ -43,26 +45,51 @@ def register_words(shape: AttentionShape, kv: KVScheme) -> int:
     return head * (kv.k.bits + kv.v.bits) // 32 + head // 4 + head // 8
 
 
-def most_registers(shape: AttentionShape, kv: KVScheme) -> int:
-    """Limit of registers per thread; 0: no limit. With 128, 168 and 255 registers 4, 3 and 2 programs share an SM.
+def register_limits(shape: AttentionShape, kv: KVScheme) -> tuple[int, ...]:
+    """Limits of registers per thread to choose from; 0: no limit. With 128, 168 and 255 registers 4, 3 and 2 programs share an
+    SM.
 
-    Up to 60 `register_words` ptxas takes 96 to 126 registers without a limit, so 4 programs fit; with a limit it would spill.
-    int4 with heads of 128 elements has 80 words. Spills matter: when they were 47 of the 500 instructions of its main loop
-    (Triton 3.6), 64 rows of 8192 tokens took 221 us, 55 % of the bandwidth (H200, 2026-11-28). Now they are 8 of 474 with
-    Triton 3.6, and there are none with 3.9.
+    Up to 60 `register_words` ptxas takes 96 to 128 registers without a limit (Triton 3.9), so 4 programs fit; with a limit some
+    spill. int4 with heads of 128 elements has 80 words and a choice. With 128 registers 4 programs fit, but with Triton 3.6 the
+    main loop has 8 spill instructions of 474; with 168 it has none of 454. Which one is faster depends on the waves of programs
+    (H200, 2026-11-28, Triton 3.6, us): 16 rows of 8192 tokens 43 with 128 registers and 40.5 with 168; 64 rows of 1024
+    tokens 22.7 and 32.6, since their 512 programs fit the GPU with 128 registers only. Elsewhere the smaller limit spills more.
     """
     words = register_words(shape, kv)
-    return 0 if words <= 60 else 128 if words <= 80 else 168 if words <= 120 else 255
+    return (0,) if words <= 60 else (128, 168) if words <= 80 else (168,) if words <= 120 else (255,)
 
 
-def resident(shape: AttentionShape, kv: KVScheme) -> int:
-    """Number of programs that share an SM."""
-    return 65536 // (32 * WARPS * (-(-(most_registers(shape, kv) or 128) // 8) * 8))
+EARLY_KEYS_REGISTERS = 168
+"""Limits of registers from which on the next keys are loaded before the softmax, while values are multiplied after it. Left to
+itself, ptxas moves these loads to the last third of the main loop (Triton 3.6: instruction 313 of 474 for int4, 573 of 756 for
+fp8), so that keys have less time to arrive. With 128 registers the earlier loads spill 9 registers. Not timed on a GPU."""
+
+
+@dataclass(frozen=True)
+class PackedTile(DecodeTile):
+    """Configuration of sm80/packed_attention.py. `registers` is the limit per thread; 0: none. `tight`: a larger limit would
+    avoid spills. `early_keys`: the next keys are loaded before the softmax."""
+
+    registers: int = 0
+    tight: bool = False
+    early_keys: bool = False
+
+    @property
+    def resident(self) -> int:
+        """Number of programs that share an SM."""
+        return 65536 // (32 * self.warps * (-(-(self.registers or 128) // 8) * 8))
+
+    def __str__(self) -> str:
+        registers = f"at most {self.registers}" if self.registers else "any number of"
+        return f"{super().__str__()}, {registers} registers{', early keys' if self.early_keys else ''}"
+
+
+PackedCandidate = Candidate[PackedTile]
 
 
 def candidates_packed(
     rows: int, shape: AttentionShape, kv: KVScheme, longest: int, machine: Machine, *, batch_invariant: bool = False
-) -> list[DecodeCandidate]:
+) -> list[PackedCandidate]:
     """All candidates for `rows` rows and contexts up to `longest` tokens by cost, infeasible ones last.
 
     The cost is the geometric mean of the modelled microseconds of the cases. With `batch_invariant` it is computed for
@@ -72,30 +99,37 @@ def candidates_packed(
     contexts = [*(min(size, longest) for size in COMMON), *(int(part * longest) for part in PARTS)]
     reasons = (*attention_refusals(shape), *kv_refusals(kv, shape.head_dim))
     found = []
-    for tile in _tiles(longest):
+    for tile in _tiles(shape, kv, longest):
         pairs = [*((size, size) for size in contexts), *([(contexts[-2], longest)] if rows > 1 else [])]
         costs = [packed_us(tile, rows, shape, kv, *pair, machine) for pair in pairs]
-        found.append(DecodeCandidate(tile, reasons, math.prod(costs) ** (1 / len(costs))))
+        found.append(PackedCandidate(tile, reasons, math.prod(costs) ** (1 / len(costs))))
     return ordered(found)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_packed(
     rows: int, shape: AttentionShape, kv: KVScheme, longest: int, machine: Machine, batch_invariant: bool = False
-) -> DecodeTile:
+) -> PackedTile:
     """The first feasible candidate; raises ValueError with the reasons against each when there is none."""
     found = candidates_packed(rows, shape, kv, longest, machine, batch_invariant=batch_invariant)
     return first_feasible(found, shape, machine)
 
 
-def _tiles(longest: int) -> list[DecodeTile]:
-    tiles = [
-        DecodeTile(splits, chunk, PAGE, WARPS)
+def _tiles(shape: AttentionShape, kv: KVScheme, longest: int) -> list[PackedTile]:
+    splits = [(1, PAGE)] + [
+        (splits, chunk)
         for chunk in CHUNKS
-        for fewer, splits in zip((0, *SPLITS), SPLITS, strict=False)
+        for fewer, splits in itertools.pairwise(SPLITS)
         if fewer * chunk < longest  # with `fewer` splits, splits can still be longer than `chunk`
     ]
-    return list(dict.fromkeys(tile if tile.splits > 1 else DecodeTile(1, PAGE, PAGE, WARPS) for tile in tiles))
+    limits = register_limits(shape, kv)
+    return [packed_tile(*each, limits, registers) for registers in limits for each in splits]
+
+
+def packed_tile(splits: int, chunk: int, limits: tuple[int, ...], registers: int) -> PackedTile:
+    """Returns the tile with one of a shape's `register_limits`."""
+    tight, early_keys = registers < max(limits), registers >= EARLY_KEYS_REGISTERS
+    return PackedTile(splits, chunk, PAGE, WARPS, registers=registers, tight=tight, early_keys=early_keys)
 
 
 START_US = 3.4
@@ -103,17 +137,20 @@ START_US = 3.4
 new token, the sum over warps and the store."""
 TURN_US = (1.1, 0.4)
 """Latency of a page: for a program that is alone on the GPU, and what is added where every SM has a program."""
+TIGHT_US = 0.6
+"""What the smaller of two limits of registers adds to the latency of a page where every SM has a program."""
 WAVE_US = 1.0
 """Additional time of each wave of programs after the first."""
 MEET_US = (0.8, 0.03)
 """Reduction of a row's splits: time of the counter, and of every 4 splits that `combine` reads."""
 # The constants are fitted by hand to 15 timings of fp8 (H200, 2026-11-28, 32 heads over 8 kv heads of 128, 1 to 64 rows of 1024
 # to 32768 tokens, Triton 3.6, `python -m benchmarks.tuning.attention --kv fp8`). Of these, 14 are within 7 %; two splits of 64
-# rows of 1024 tokens are 13 % off. Timings of int8 and int4 are left out, since their kernels spilled at that time.
+# rows of 1024 tokens are 13 % off. TIGHT_US is fitted to six timings of int4 with 128 registers, of which five are within 4 %,
+# and 1 row of 131072 tokens is 7 % off; the only timing with 168 registers, 16 rows of 8192 tokens, is 5 % below the model.
 
 
 def packed_us(
-    tile: DecodeTile, rows: int, shape: AttentionShape, kv: KVScheme, context: int, longest: int, machine: Machine
+    tile: PackedTile, rows: int, shape: AttentionShape, kv: KVScheme, context: int, longest: int, machine: Machine
 ) -> float:  # fmt: skip
     """Modelled time of one launch for `rows` rows of `context` tokens each, one of which has `longest` instead.
 
@@ -122,20 +159,21 @@ def packed_us(
     """
     tokens, most = (min(size, shape.window) if shape.window else size for size in (context, longest))
     active, groups = tile.active(tokens), -(-shape.group // HEADS)
-    programs, places = rows * shape.kv_heads * groups * active, machine.sm_count * resident(shape, kv)
+    programs, places = rows * shape.kv_heads * groups * active, machine.sm_count * tile.resident
     pages, most_pages = (-(-size // (tile.active(size) * PAGE)) for size in (tokens, most))
     waves = [places] * (programs // places) + ([programs % places] if programs % places else [])
-    busy_us = sum(pages * page_us(count, shape, kv, machine) for count in waves)
-    alone_us = max(0, most_pages - pages) * page_us(shape.kv_heads * groups * tile.active(most), shape, kv, machine)
+    busy_us = sum(pages * page_us(count, shape, kv, machine, tile.tight) for count in waves)
+    alone = shape.kv_heads * groups * tile.active(most)
+    alone_us = max(0, most_pages - pages) * page_us(alone, shape, kv, machine, tile.tight)
     meet_us = 0.0 if tile.active(most) == 1 else MEET_US[0] + MEET_US[1] * -(-tile.active(most) // 4)
     return START_US + busy_us + alone_us + WAVE_US * (len(waves) - 1) + meet_us
 
 
-def page_us(programs: int, shape: AttentionShape, kv: KVScheme, machine: Machine) -> float:
+def page_us(programs: int, shape: AttentionShape, kv: KVScheme, machine: Machine, tight: bool) -> float:
     """Modelled time in which `programs` programs that run at once process one page each."""
     groups = -(-shape.group // HEADS)  # programs of the same kv head and row read the same pages, all but one from L2
     memory_us = 1e6 * programs / groups * token_bytes(shape, kv) / shape.kv_heads * PAGE / machine.read_bytes
-    latency_us = TURN_US[0] + TURN_US[1] * min(1.0, programs / machine.sm_count)
+    latency_us = TURN_US[0] + (TURN_US[1] + TIGHT_US * tight) * min(1.0, programs / machine.sm_count)
     return math.hypot(memory_us**2, latency_us**2) ** 0.5
 
 

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from lowbit.formats.kv import KVFormat, KVScheme, head_block
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTask, DecodeTile
-from lowbit.kernels.choose.packed_attention import most_registers
+from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTask
+from lowbit.kernels.choose.packed_attention import PackedTile
 from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, ptx, run, source_digest
 from lowbit.kernels.parts.head_rows import (
     THREADS,
@@ -102,7 +102,7 @@ def _word_stores(bits: int) -> str:
 @dataclass(frozen=True)
 class PackedAttention:
     """The kernel's compile-time configuration. `k` and `v` are formats; `k_rotated` and `v_rotated` say which of them are
-    rotated. The number of splits is not part of it, so all batches and contexts share a kernel."""
+    rotated. The number of splits is not part of it, so batches and contexts share a kernel. `early_keys`: see PackedTile."""
 
     shape: AttentionShape
     k: str
@@ -111,6 +111,7 @@ class PackedAttention:
     v_rotated: bool
     overlap: bool
     task: DecodeTask = DecodeTask.STEP
+    early_keys: bool = False
     page: int = PAGE
     digest: str = source_digest()
 
@@ -414,6 +415,8 @@ def attend_to_pages(k, v, k_scale, v_scale, table, begin, end, oldest, row, load
             now = page
         else:
             loaded_k = load_block(k, k_scale, page, row.head, live, at, B.k_vectors, C)
+            if C.early_keys:  # ptxas moves no load of memory past a barrier; it would move these behind the softmax
+                run("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [page])
             block_v = loaded_v
         v_scales = block_v[V_WORDS : V_WORDS + 2]
         n = p * 128 + at.warp * 32
@@ -743,19 +746,19 @@ class PackedAttentionPlan:
     """
 
     def __init__(
-        self, rows: int, shape: AttentionShape, kv: KVScheme, tile: DecodeTile, machine: Machine, *, verify: bool = False
+        self, rows: int, shape: AttentionShape, kv: KVScheme, tile: PackedTile, machine: Machine, *, verify: bool = False
     ) -> None:
         self.rows, self.shape, self.tile = rows, shape, tile
         overlap = machine.arch.sm >= 90
         task = DecodeTask.VERIFY if verify else DecodeTask.STEP
-        self.config = PackedAttention(shape, kv.k.name, kv.v.name, kv.k.rotated, kv.v.rotated, overlap, task)
+        formats = kv.k.name, kv.v.name, kv.k.rotated, kv.v.rotated
+        self.config = PackedAttention(shape, *formats, overlap, task, tile.early_keys)
         grid = (shape.kv_heads * self.config.subgroups, rows, tile.splits)
-        registers = most_registers(shape, kv)
         self.append: Launcher | None = None
         if verify:
             self.append_config = replace(self.config, task=DecodeTask.APPEND)
-            self.append = Launcher(packed_attention, (*grid[:2], 1), WARPS, overlap=overlap, registers=registers)
-        self.launch = Launcher(packed_attention, grid, WARPS, overlap=overlap, registers=registers)
+            self.append = Launcher(packed_attention, (*grid[:2], 1), WARPS, overlap=overlap, registers=tile.registers)
+        self.launch = Launcher(packed_attention, grid, WARPS, overlap=overlap, registers=tile.registers)
 
     @property
     def workspace(self) -> tuple[int, int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from benchmarks.tuning import attention
 from benchmarks.tuning.attention import CONTEXTS, LLAMA, ROWS, Timed, make_batch, packed_tiles, tiles_to_time, time_tiles
 from lowbit.formats.kv import KV16, parse_kv
 from lowbit.hardware.machine import machine_of, typical_machine
@@ -42,12 +45,40 @@ def test_a_row_says_what_was_found():
     assert "out of memory" in str(Timed(KV16, 1, 1024, tile, False, None, 5.8, 0.92, 0.0042, "out of memory"))
 
 
+def test_a_result_file_has_all_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "read_bandwidth", lambda: (4e12, "a kernel"))
+    monkeypatch.setattr(attention, "machine_now", lambda: {"gpu": "a GPU", "commit": "abc"})
+    machine = typical_machine(90)
+    results = attention.Results(tmp_path / "attention.json", LLAMA, torch.float16, machine)
+    kv = parse_kv("int4")
+    tile = choose_packed(16, LLAMA, kv, 8320, machine)
+    results.add([Timed(kv, 16, 8192, tile, True, 40.5, 42.4, 30.2, 0.138, None, 1e-3, 1900.0, 600.0)])
+    rival = "pages of 16 tokens, at most 32 splits"
+    results.add([Timed(parse_kv("fp8"), 16, 8192, rival, False, 70.0, None, 58.6, 0.268, impl=attention.FA3)])
+    document = json.loads((tmp_path / "attention.json").read_text())
+    assert document["complete"] is False and document["machine"]["commit"] == "abc" and "power_w" in document["protocol"]
+    own, other = document["rows"]
+    assert (own["impl"], own["kv_dtype"], own["registers"], own["splits"]) == ("lowbit", "int4", 168, 3)
+    assert (own["us"], own["bytes"], own["sm_clock_mhz"], own["power_w"]) == (40.5, 138000000, 1900.0, 600.0)
+    assert (other["impl"], other["tile"], other["model_us"], other["splits"]) == ("FlashAttention-3", rival, None, None)
+    results.finish()
+    assert json.loads((tmp_path / "attention.json").read_text())["complete"] is True
+    (tmp_path / "other.json").write_text('{"result": "another"}')
+    with pytest.raises(ValueError, match="it is not replaced"):
+        attention.Results(tmp_path / "other.json", LLAMA, torch.float16, machine)
+
+
 @pytest.mark.parametrize("kv", ["fp8", "int4"])
 def test_tiles_of_packed_pages_split_contexts_differently(kv):
     for rows, context in ((1, 131072), (16, 8192), (64, 300)):
         tiles = packed_tiles(rows, context, LLAMA, parse_kv(kv), typical_machine(90), 6)
         assert tiles[0] == choose_packed(rows, LLAMA, parse_kv(kv), (context // 128 + 1) * 128, typical_machine(90))
-        assert len({tile.active(context) for tile in tiles}) == len(tiles) >= 3
+        assert len({(tile.active(context), tile.registers, tile.early_keys) for tile in tiles}) == len(tiles) >= 3
+        assert (
+            tiles[0].early_keys
+            == (tiles[0].registers == 168)
+            == (not tiles[1].early_keys and tiles[1].splits == tiles[0].splits)
+        )
 
 
 @gpu

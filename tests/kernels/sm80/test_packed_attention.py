@@ -11,7 +11,8 @@ import torch
 
 from lowbit.formats.kv import parse_kv
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.choose.attention import DecodeTask, DecodeTile
+from lowbit.kernels.choose.attention import DecodeTask
+from lowbit.kernels.choose.packed_attention import EARLY_KEYS_REGISTERS, PackedTile, packed_tile, register_limits
 from lowbit.pack.kv_pages import KVPages
 from tests.kernels.attention import (
     compare_packed,
@@ -37,12 +38,14 @@ RAGGED = [0, 1, 15, 127, 128, 129, 300, 1000]
 """Context lengths: numbers of tokens before the new one."""
 
 
-def tile_for(splits, chunk=128):
-    return DecodeTile(splits, chunk, 128, 4)
+def tile_for(given, kv, splits, chunk=128, registers=None) -> PackedTile:
+    """A tile with a limit of registers, by default the smallest that may be chosen."""
+    limits = register_limits(given, parse_kv(kv))
+    return packed_tile(splits, chunk, limits, limits[0] if registers is None else registers)
 
 
 @functools.cache
-def compiled(given, kv, sm=90, dtype=torch.float16, norms=None, sinks=None, task=DecodeTask.STEP):
+def compiled(given, kv, sm=90, dtype=torch.float16, norms=None, sinks=None, task=DecodeTask.STEP, registers=None):
     """The kernel of a decode step; `norms` and `sinks` are the dtypes of gammas and sinks. Splits are arguments."""
     whole = lambda *size: meta(size, torch.int32)  # noqa: E731
     pages = KVPages.make(parse_kv(kv), 100, given.kv_heads, given.head_dim, dtype, "meta")
@@ -50,13 +53,12 @@ def compiled(given, kv, sm=90, dtype=torch.float16, norms=None, sinks=None, task
     state = whole(9, 64), whole(9), whole(4), meta((8192, given.rotary_dim), torch.float32), gamma, gamma
     sink = None if sinks is None else meta((given.heads,), sinks)
     call = (meta((4, given.features), dtype), pages, *state, sink, meta((1,), torch.float32), whole(1))
-    plan = PackedAttentionPlan(
-        4, given, parse_kv(kv), tile_for(4), typical_machine(sm), verify=task is not DecodeTask.STEP
-    )  # fmt: skip
+    tile = tile_for(given, kv, 4, registers=registers)
+    plan = PackedAttentionPlan(4, given, parse_kv(kv), tile, typical_machine(sm), verify=task is not DecodeTask.STEP)
     return compile_plan(with_task(plan, task), call, sm)
 
 
-def emulated(plan, case, sm, partial, arrived):
+def emulated(plan, case, sm, partial, arrived, registers=None):
     """The output of a plan on a CPU."""
     launched = []
     launches = [launch for launch in (plan.append, plan.launch) if launch is not None]
@@ -65,19 +67,20 @@ def emulated(plan, case, sm, partial, arrived):
     out = plan(*case.arguments, partial, arrived).fill_(torch.nan)
     types = [None if t is None else t.dtype for t in (case.q_norm, case.sinks)]
     for launch, (*arguments, config) in zip(launches, launched, strict=True):
-        kernel = compiled(case.shape, str(case.pages.scheme), sm, case.qkv.dtype, *types, config.task)
+        kernel = compiled(case.shape, str(case.pages.scheme), sm, case.qkv.dtype, *types, config.task, registers)
         execute(kernel.ptx, kernel.shared_bytes, arguments, launch.grid, 128)
     return out
 
 
-def run(case, splits, chunk=128, sm=90, verify=False):
+def run(case, splits, chunk=128, sm=90, verify=False, registers=None):
     """The output of a plan; memory that it allocates is poisoned, and counters must end at zero. On a GPU it runs twice and
     must give the same bits.
     """
     device = case.qkv.device
     machine = machine_of("cuda") if device.type == "cuda" else typical_machine(sm)
     plan = PackedAttentionPlan(
-        len(case.rows), case.shape, case.pages.scheme, tile_for(splits, chunk), machine, verify=verify
+        len(case.rows), case.shape, case.pages.scheme, tile_for(case.shape, str(case.pages.scheme), splits, chunk, registers),
+        machine, verify=verify,
     )  # fmt: skip
     sums, counters = plan.workspace
     arrived = torch.zeros(max(counters, 1), dtype=torch.int32, device=device)
@@ -89,17 +92,17 @@ def run(case, splits, chunk=128, sm=90, verify=False):
         if device.type == "cuda":
             found.append(plan(*case.arguments, partial, arrived))
         else:
-            found.append(emulated(plan, case, sm, partial, arrived))
+            found.append(emulated(plan, case, sm, partial, arrived, registers))
         assert not arrived.any()
     real = case.rows < case.rows.max() if verify else case.rows < len(case.positions) - 1  # padding rows overwrite each other
     assert torch.equal(found[0][real].nan_to_num(7), found[-1][real].nan_to_num(7))
     return found[0]
 
 
-def check(given, kv, contexts, splits=4, chunk=128, sm=90, dtype=torch.float16, device="cpu", **options):
+def check(given, kv, contexts, splits=4, chunk=128, sm=90, dtype=torch.float16, device="cpu", registers=None, **options):
     case = packed(make_case(given, contexts, dtype, device, **options), kv)
     before = case.copy()
-    compare_packed(case, before, run(case, splits, chunk, sm), len(contexts))
+    compare_packed(case, before, run(case, splits, chunk, sm, registers=registers), len(contexts))
 
 
 def check_verify(given, kv, contexts, counts, splits=3, sm=90, dtype=torch.float16, device="cpu", **options):
@@ -149,6 +152,11 @@ def test_features_by_executed_ptx(name):
 @pytest.mark.parametrize(("splits", "chunk"), [(1, 128), (3, 256), (24, 128)])
 def test_splits_by_executed_ptx(splits, chunk):
     check(shape(), "int4", [2300, 128, 65, 700], splits, chunk)
+
+
+@pytest.mark.parametrize("registers", [128, 168])
+def test_both_limits_of_registers_by_executed_ptx(registers):
+    check(shape(4, 1, 128), "int4", [300, 129, 1, 0], registers=registers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -211,18 +219,34 @@ def test_rows_do_not_depend_on_the_batch():
 @pytest.mark.parametrize(
     ("head_dim", "kv", "registers", "per_value"),
     # Instructions of the main loop for each value: the codes take 0.5 (int8), 0.625 (int4) or 1.75 (fp8), the products 0.14.
-    [(128, "int4", 128, 1.85), (128, "int8", 168, 1.7), (128, "fp8", 168, 2.9), (64, "int4", 128, 2.6), (96, "k8v4", 168, 2.0)],
+    [
+        (128, "int4", 128, 1.85),
+        (128, "int4", 168, 1.75),
+        (128, "int8", 168, 1.7),
+        (128, "fp8", 168, 2.9),
+        (64, "int4", 128, 2.6),
+        (96, "k8v4", 168, 2.0),
+    ],
 )
 def test_codes_are_read_in_vectors_of_16_bytes_and_nothing_spills(head_dim, kv, registers, per_value):
-    kernel = compiled(shape(32, 8, head_dim), kv)
+    given = shape(32, 8, head_dim)
+    limits = register_limits(given, parse_kv(kv))
+    kernel = compiled(given, kv, registers=registers if registers in limits else None)
     assert kernel.registers <= registers
-    if TRITON >= (3, 9):  # older Tritons spill up to 72 bytes
+    if TRITON >= (3, 9) or limits[-1] in (0, registers):
         assert kernel.stack_bytes == 0
+    else:  # the smaller of two limits, with an older Triton
+        assert kernel.stack_bytes <= 24
     (loop,) = [kernel.lines[a : b + 1] for a, b in kernel.loops if any("HMMA" in line for line in kernel.lines[a : b + 1])]
     scheme = parse_kv(kv)
     assert sum("LDG.E.NA.128" in line for line in loop) == head_dim * (scheme.k.bits + scheme.v.bits) // 128
     assert sum("HMMA.16816" in line for line in loop) == head_dim // 4 + (0 if kv == "fp8" else 2)
     assert not any(name in line for line in loop for name in ("STS", "BAR."))
+    if registers >= EARLY_KEYS_REGISTERS and register_limits(given, scheme)[-1]:
+        (first, *_), (softmax, *_) = (
+            [i for i, line in enumerate(loop) if name in line] for name in ("LDG.E.NA.128", "MUFU.LG2")
+        )
+        assert first < softmax, "the next keys are loaded before the softmax"
     assert len(loop) * 32 / (2 * 32 * head_dim) < per_value + (0.1 if TRITON < (3, 9) else 0)
 
 
@@ -257,9 +281,10 @@ def test_several_tokens_per_slot():
 
 
 def test_workspace():
-    plan = PackedAttentionPlan(4, shape(12, 1), parse_kv("int4"), tile_for(1), typical_machine(90))
+    wide = shape(12, 1)
+    plan = PackedAttentionPlan(4, wide, parse_kv("int4"), tile_for(wide, "int4", 1), typical_machine(90))
     assert plan.workspace == (0, 0) and plan.launch.grid == (2, 4, 1)
-    plan = PackedAttentionPlan(4, shape(12, 1), parse_kv("int4"), tile_for(6), typical_machine(90))
+    plan = PackedAttentionPlan(4, wide, parse_kv("int4"), tile_for(wide, "int4", 6), typical_machine(90))
     assert plan.workspace == (4 * 12 * 6 * 66, 8) and plan.launch.grid == (2, 4, 6)
 
 
@@ -291,15 +316,16 @@ def test_nan_stays_in_its_row_on_a_gpu(kv):
 
 
 @gpu
-def test_many_rows_and_splits():
+@pytest.mark.parametrize("registers", [128, 168])
+def test_many_rows_and_splits(registers):
     """More programs than fit the GPU at once run repeatedly. Counters end at zero, and every run gives the same bits."""
     given = shape(32, 8, 128)
     case = packed(make_case(given, [(331 * i) % 2500 for i in range(64)], device="cuda", padding=8), "int4")
     before = case.copy()
-    first = run(case, 16)
+    first = run(case, 16, registers=registers)
     compare_packed(case, before, first, 64)
     for _ in range(20):
-        assert torch.equal(run(before.copy(), 16)[:64], first[:64])
+        assert torch.equal(run(before.copy(), 16, registers=registers)[:64], first[:64])
 
 
 @gpu
