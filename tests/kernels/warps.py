@@ -263,6 +263,13 @@ class Warp(Block):
                 bar.change(*((1, third) if "expect_tx" in step.parts else (third, 0)))
 
     def _cp(self, step, mask):
+        if "prefetch" in step.parts:  # all of it must be in a tensor
+            addresses, sizes = self.address(step.operands[0]), self.value(step.operands[1], "u32")
+            for lane in np.flatnonzero(mask):
+                assert addresses[lane] % 16 == sizes[lane] % 16 == 0, "a prefetch takes multiples of 16 bytes"
+                every, steps = np.ones(sizes[lane] // 16, bool), 16 * np.arange(sizes[lane] // 16)
+                self.memory.load(int(addresses[lane]) + steps, 16, every)
+            return
         if step.parts[2] == "wait_all":
             for to, source, sizes, lanes in self.pending:
                 copied = lanes & (sizes > 0)

@@ -150,6 +150,7 @@ class SplitAttention:
     copy_token = "cp.async.cg.shared.global [$1], [$2], 16, $3; mov.b32 $0, 0;"
     """PTX that copies $3 of 8 halves' 16 bytes at $2 to shared memory at $1, and zeros instead of the others."""
     await_copies = "cp.async.wait_all; mov.b32 $0, 0;"
+    prefetch_bulk = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
     touch = "ld.global.b32 $0, [$1];"
     load_floats = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
     load_floats_constraints = "=&f,=&f,=&f,=&f,l"

@@ -6,7 +6,7 @@ all blocks of a kv head combine a share of its outputs each.
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, barrier, gl, gluon
+from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, barrier, gl, gluon, run
 from lowbit.kernels.parts.head_rows import exchanged
 from lowbit.kernels.parts.polled import poll, publish, publish_both, publish_pair
 from lowbit.kernels.parts.split_attention import (
@@ -20,6 +20,7 @@ from lowbit.kernels.parts.split_attention import (
     chosen,
     copied_values,
     copy_values,
+    first_vector,
     load_keys,
     load_query,
     merge_warps,
@@ -91,6 +92,33 @@ def attention_vectors(args, layer, C: gl.constexpr):
         window = field(args, layer, "window", C).to(gl.int32)
     k, v, cos_sin = field(args, layer, "k", C), field(args, layer, "v", C), field(args, layer, "cos_sin", C)
     return AttentionVectors(k, v, cos_sin, q_gamma, k_gamma, sinks, window)
+
+
+@gluon.jit
+def old_tokens(args, index, C: gl.constexpr):
+    """Returns the place of the tokens that the thread `index` prefetches in the pages of each layer, and their number: a part
+    of the first tiles of this block's first task. The number is 0 for most threads. The place is counted in tokens of all pages
+    and kv heads, in 32 bits: the loader has few registers."""
+    T: gl.constexpr = C.table
+    A: gl.constexpr = C.shape
+    SHARE: gl.constexpr = T.share_tokens
+    block = gl.program_id(0)
+    task = task_of(args, gl.minimum(block, T.attention_tasks - 1), 0, C)
+    active, tokens, start = active_splits(task, C)
+    begin = start + task.split * tokens
+    end = gl.minimum(begin + gl.minimum(tokens, TILE * T.tile_warps), task.position)
+    end = gl.where((block < T.attention_tasks) & (task.split < active), end, begin)
+    first = begin + index * SHARE
+    return first_vector(task, first, end, C).to(gl.int32), gl.maximum(gl.minimum(end - first, SHARE), 0)
+
+
+@gluon.jit
+def prefetch_old(args, layer, old_at, old_count, C: gl.constexpr):
+    """Prefetches the keys and values of `old_tokens` in a layer into L2."""
+    BYTES: gl.constexpr = 2 * C.shape.head_dim
+    at = old_at.to(gl.int64) * BYTES
+    run(C.prefetch_bulk, "=r,l,r", [field(args, layer, "k", C) + at, old_count * BYTES])
+    run(C.prefetch_bulk, "=r,l,r", [field(args, layer, "v", C) + at, old_count * BYTES])
 
 
 @gluon.jit
