@@ -14,9 +14,9 @@ Each warp keeps the maxima, totals and sums of its tiles (online softmax in base
 fixed order.
 
 C is a kernel's configuration: a `SplitAttention`. `C.table` (choose/decode_step.py) has `tile_warps`, the number of warps that
-compute tiles, and `x_start`, where sums are merged in shared memory. A warp has `merge_stride` bytes there: the values of its
-tile until it multiplies them, which are copied while it waits for q, then its sums. `C.head_norms`: heads of q and k are normed. `C.windows`:
-some layers have a window.
+compute tiles, and `x_start`, where sums are merged in shared memory. A warp has `merge_stride` bytes there: for the values of
+its tile, which are copied while it waits for q, and later for its sums. `C.head_norms`: heads of q and k are normed.
+`C.windows`: some layers have a window.
 
 Exact   q and k are rounded to 16 bits after norm and RoPE, probabilities before they are multiplied; all else is float32
 Tested  tests/kernels/parts/test_split_attention.py

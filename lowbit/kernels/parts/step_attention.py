@@ -100,7 +100,6 @@ def old_tokens(args, index, C: gl.constexpr):
     of the first tiles of this block's first task. The number is 0 for most threads. The place is counted in tokens of all pages
     and kv heads, in 32 bits: the loader has few registers."""
     T: gl.constexpr = C.table
-    A: gl.constexpr = C.shape
     SHARE: gl.constexpr = T.share_tokens
     block = gl.program_id(0)
     task = task_of(args, gl.minimum(block, T.attention_tasks - 1), 0, C)
