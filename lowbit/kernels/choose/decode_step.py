@@ -376,9 +376,20 @@ class StepTable:
         return max(self.chunks_at_once(product) * self.shape.x_rows(product) for product in self.shape.products)
 
     @property
+    def merge_stride(self) -> int:
+        """Bytes of a warp's sums of attention, float32 [heads of the group, head_dim]; before it has these, 8 tokens of values
+        are there."""
+        return max(4 * self.shape.attention.group, 16) * self.shape.attention.head_dim
+
+    @property
+    def merged_at_once(self) -> int:
+        """Number of warps whose sums of attention are read together; it divides the number of those with tiles."""
+        return min(4, self.tile_warps)
+
+    @property
     def merge_bytes(self) -> int:
         """Sums of the attention of all warps, and a maximum and a total for each head."""
-        return self.tile_warps * self.shape.attention.group * (self.shape.attention.head_dim + 2) * 4
+        return self.tile_warps * (self.merge_stride + 8 * self.shape.attention.group)
 
     @property
     def sums_bytes(self) -> int:

@@ -33,9 +33,10 @@ class Polled:
         raise NotImplementedError
 
     def poll(self, count: int, words: int, ahead: bool = False) -> str:
-        """PTX that loads `count` vectors of `words` words, again until no word is EMPTY. Inputs: addresses; whether the warp
-        needs them; address of the status; the status of a wait that is too long; with `ahead`, words that were loaded before,
-        which are loaded again only if one of them is EMPTY."""
+        """PTX that loads `count` vectors of `words` words until no word is EMPTY. A lane loads a vector again only if one of
+        its words was EMPTY. All blocks poll the same lines, so loads of what has arrived would delay what has not. Inputs:
+        addresses; whether the warp needs them; address of the status; the status of a wait that is too long; with `ahead`,
+        words that were loaded before."""
         total = count * words
         out = [f"${i}" for i in range(total)]
         needed, status, code = (f"${total + count + i}" for i in range(3))
@@ -44,12 +45,15 @@ class Polled:
         lines += ["vote.sync.any.pred p, p, 0xffffffff; @p bra DONE;"]
         if ahead:
             lines += [f"mov.b32 {register}, ${total + count + 3 + i};" for i, register in enumerate(out)] + ["bra.uni CHECK;"]
+        else:
+            lines += [f"mov.b32 {register}, {EMPTY};" for register in out]
         lines.append("AGAIN:")
         for i in range(count):
-            lines.append(_loaded("relaxed.gpu.global", out[words * i : words * (i + 1)], f"${total + i}"))
+            of_vector = out[words * i : words * (i + 1)]
+            lines += [*_largest(of_vector), "setp.eq.u32 p, m, 0xffffffff;"]
+            lines.append("@p " + _loaded("relaxed.gpu.global", of_vector, f"${total + i}"))
         lines += ["CHECK:"] if ahead else []
-        lines += [f"{'mov' if i == 0 else 'max'}.{'b32 m' if i == 0 else 'u32 m, m'}, {r};" for i, r in enumerate(out)]
-        lines += ["setp.eq.u32 p, m, 0xffffffff; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"]
+        lines += [*_largest(out), "setp.eq.u32 p, m, 0xffffffff; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"]
         lines += self._once_more("n", "m", "AGAIN", "DONE", status, code, 255)
         lines += ["DONE: mov.b32 n, 0;"]
         return "{\n" + "\n".join(lines) + "\n}"
@@ -111,6 +115,11 @@ class Polled:
     @property
     def _pair(self) -> str:
         return "f16x2" if self.dtype == "fp16" else "bf16x2"
+
+
+def _largest(registers: list[str]) -> list[str]:
+    """PTX of the largest of some words, in m: EMPTY if one of them is EMPTY."""
+    return [f"mov.b32 m, {registers[0]};", *(f"max.u32 m, m, {register};" for register in registers[1:])]
 
 
 def _loaded(kind: str, registers: list[str], address: str) -> str:
