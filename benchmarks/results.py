@@ -42,15 +42,17 @@ def default_path(gpu: str, today: datetime.date) -> Path:
 def commit() -> str | None:
     """Returns the commit of this checkout, with "-dirty" if tracked files differ from it.
 
-    Without .git, the commit is read from a file `.commit` at the root of the copy. None if neither exists.
+    A file `.commit` at the root states the commit of a copy, also beside an older .git. None without both.
     """
+    file = ROOT / ".commit"
+    if file.is_file():
+        return file.read_text().strip()
     try:
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
         return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        file = ROOT / ".commit"
-        return file.read_text().strip() if file.is_file() else None
+        return None
 
 
 def machine() -> dict[str, Any]:

@@ -63,12 +63,13 @@ def test_the_commit_is_that_of_the_checkout_or_stated_in_a_file(tmp_path, monkey
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert results.commit() is None
-    (tmp_path / ".commit").write_text("0123abc\n")
-    assert results.commit() == "0123abc"
+    (tmp_path / "tracked").write_text("first")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     assert results.commit() == head
-    (tmp_path / ".commit").write_text("changed")
+    (tmp_path / "tracked").write_text("changed")
     assert results.commit() == f"{head}-dirty"
+    (tmp_path / ".commit").write_text("0123abc\n")
+    assert results.commit() == "0123abc"

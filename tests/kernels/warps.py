@@ -118,7 +118,6 @@ class Warp(Block):
         super().__init__(code, labels, parameters, shared.memory, 32, ids, grid)
         self.shared, self.first_thread = shared, first_thread
         self.constants: dict[str, np.ndarray] = {}
-        self.pending: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
 
     def bits(self, operand) -> np.ndarray:
         if operand not in self.registers and operand.startswith(("%tid.x", "%laneid")):
@@ -263,24 +262,6 @@ class Warp(Block):
                 bar.change(*((1, third) if "expect_tx" in step.parts else (third, 0)))
 
     def _cp(self, step, mask):
-        if "prefetch" in step.parts:  # all of it must be in a tensor
-            addresses, sizes = self.address(step.operands[0]), self.value(step.operands[1], "u32")
-            for lane in np.flatnonzero(mask):
-                assert addresses[lane] % 16 == sizes[lane] % 16 == 0, "a prefetch takes multiples of 16 bytes"
-                every, steps = np.ones(sizes[lane] // 16, bool), 16 * np.arange(sizes[lane] // 16)
-                self.memory.load(int(addresses[lane]) + steps, 16, every)
-            return
-        if step.parts[2] == "wait_all":
-            for to, source, sizes, lanes in self.pending:
-                copied = lanes & (sizes > 0)
-                self.memory.store(to, np.zeros((32, 16), np.uint8), lanes)
-                self.memory.store(to, self.memory.load(source, 16, copied), copied)
-            self.pending = []
-            return
-        if step.parts[2] != "bulk":  # it completes as late as it may: when the warp waits for it
-            to, source, _, size = step.operands
-            self.pending.append((self.address(to), self.address(source), self.value(size, "u32"), mask.copy()))
-            return
         to, source, size, barrier = step.operands
         for lane in np.flatnonzero(mask):
             self.shared.copies.append(

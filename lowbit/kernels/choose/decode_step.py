@@ -376,20 +376,9 @@ class StepTable:
         return max(self.chunks_at_once(product) * self.shape.x_rows(product) for product in self.shape.products)
 
     @property
-    def merge_stride(self) -> int:
-        """Bytes of a warp's sums of attention, float32 [heads of the group, head_dim]; before it has these, 8 tokens of values
-        are there."""
-        return max(4 * self.shape.attention.group, 16) * self.shape.attention.head_dim
-
-    @property
-    def merged_at_once(self) -> int:
-        """Number of warps whose sums of attention are read together; it divides the number of those with tiles."""
-        return min(4, self.tile_warps)
-
-    @property
     def merge_bytes(self) -> int:
         """Sums of the attention of all warps, and a maximum and a total for each head."""
-        return self.tile_warps * (self.merge_stride + 8 * self.shape.attention.group)
+        return self.tile_warps * self.shape.attention.group * (self.shape.attention.head_dim + 2) * 4
 
     @property
     def sums_bytes(self) -> int:
@@ -625,14 +614,20 @@ class Faster:
 FASTER = (
     Faster("H200", 1, UnitForm(4, 32), 4, 100 * 10**6, 130 * 10**6, 8192),
     Faster("H200", 2, UnitForm(4, 32), 4, 100 * 10**6, 130 * 10**6, 1024),
+    Faster("H200", 1, UnitForm(6), 4, 150 * 10**6, 180 * 10**6, 1024),
+    Faster("H200", 2, UnitForm(6), 4, 150 * 10**6, 180 * 10**6, 1024),
     Faster("H200", 1, UnitForm(8), 4, 200 * 10**6, 240 * 10**6, 1024),
+    Faster("H200", 1, UnitForm(4, 32), 8, 25 * 10**6, 35 * 10**6, 1024, experts=True),
+    Faster("H200", 2, UnitForm(4, 32), 8, 42 * 10**6, 56 * 10**6, 1024, experts=True),
+    Faster("H200", 4, UnitForm(4, 32), 8, 76 * 10**6, 100 * 10**6, 1024, experts=True),
 )
-"""All such measurements: of 2026-11-28, one H200, Llama-3-8B's shape with an 8-bit head, us of one launch / of launches:
-w4a16_g128 at 1 token 1,341 / 1,504 (8 layers at 8,192 tokens 503 / 551), at 2 tokens 1,500 / 1,569; w8a16 at 1 token, 8 layers,
-600 / 645. Behind, or as fast: int4 at 4 tokens 1,701 / 1,695 and at 8 2,414 / 2,067; w6e3m2a16 574 / 553 and 16 bits
-1,176 / 1,159 (8 layers, 1 token); SmolLM2-135M in 8 bits 422 / 355. They are of a script with graphs of its own, which is not
-kept, nor is the context length for which its launches split attention; that of an engine's is the length of its captured step
-(engine/decode_runner.py). `persistent_step=None` of an engine chooses the launches where there is none."""
+"""All such measurements, on one H200 with an 8-bit head. By `python -m benchmarks e2e --one-launch`, context 1,024, 2026-11-29
+(benchmarks/results/h200/2026-11-29-e2e-one-launch.json and .. -qwen3-30b-a3b.json), ms of a step in one launch / by launches:
+Llama-3-8B in w4a16_g128 at 1, 2, 4, 8 tokens 1.396 / 1.571, 1.530 / 1.627, 1.742 / 1.712, 2.522 / 2.093; in w6e3m2a16
+1.779 / 1.895, 1.878 / 1.978, 2.054 / 2.058, 2.658 / 2.384; in 16 bits 4.000 / 3.965 at 1 token; Qwen3-30B-A3B in w4a16_g128
+at 1, 2, 4 tokens 1.422 / 2.043, 1.728 / 2.424, 2.326 / 2.847. Of 2026-11-28, by a script that is not kept, us: 8 layers, int4
+at 1 token and context 8,192 503 / 551, w8a16 at 1 token 600 / 645; SmolLM2-135M in 8 bits 422 / 355. `persistent_step=None` of an
+engine chooses the launches where there is no row."""
 
 
 def faster_context(shape: StepShape, machine: Machine) -> int:

@@ -14,9 +14,8 @@ Each warp keeps the maxima, totals and sums of its tiles (online softmax in base
 fixed order.
 
 C is a kernel's configuration: a `SplitAttention`. `C.table` (choose/decode_step.py) has `tile_warps`, the number of warps that
-compute tiles, and `x_start`, where sums are merged in shared memory. A warp has `merge_stride` bytes there: for the values of
-its tile, which are copied while it waits for q, and later for its sums. `C.head_norms`: heads of q and k are normed.
-`C.windows`: some layers have a window.
+compute tiles, and `x_start`, where sums are merged in shared memory. `C.head_norms`: heads of q and k are normed. `C.windows`:
+some layers have a window.
 
 Exact   q and k are rounded to 16 bits after norm and RoPE, probabilities before they are multiplied; all else is float32
 Tested  tests/kernels/parts/test_split_attention.py
@@ -147,10 +146,7 @@ class SplitAttention:
     )
     """PTX that loads 8 halves at $4, or zeros if $5 is 0."""
     load_token_constraints = "=&r,=&r,=&r,=&r,l,r"
-    copy_token = "cp.async.cg.shared.global [$1], [$2], 16, $3; mov.b32 $0, 0;"
-    """PTX that copies $3 of 8 halves' 16 bytes at $2 to shared memory at $1, and zeros instead of the others."""
-    await_copies = "cp.async.wait_all; mov.b32 $0, 0;"
-    prefetch_bulk = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+    prefetch = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
     touch = "ld.global.b32 $0, [$1];"
     load_floats = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
     load_floats_constraints = "=&f,=&f,=&f,=&f,l"
@@ -214,34 +210,28 @@ def value_address(pages, task, at, start, end, C: gl.constexpr):
 
 
 @gluon.jit
-def values_place(at, C: gl.constexpr):
-    """Returns the address in shared memory of a lane's first vector of its warp's values."""
-    T: gl.constexpr = C.table
-    return at.start + T.x_start + gl.minimum(at.warp, T.tile_warps - 1) * T.merge_stride + at.lane * 16
-
-
-@gluon.jit
-def copy_values(pages, task, at, start, end, C: gl.constexpr):
-    """Starts to copy a lane's words of the values of the tile that begins at token `start` to shared memory: of token 2t, then
-    of 2t + 1; zeros from token `end` on. A warp's earlier values must have been read."""
+def prefetch_values(pages, task, at, start, end, C: gl.constexpr):
+    """Prefetches the values of the tile that begins at token `start` into L2."""
     COUNT: gl.constexpr = C.value_vectors
-    address, place = value_address(pages, task, at, start, end, C), values_place(at, C)
+    address = value_address(pages, task, at, start, end, C)
     for i in gl.static_range(2):
-        size = is_attended(start + (at.lane & 3) * 2 + i, task, end, C).to(gl.int32) * 16
+        there = is_attended(start + (at.lane & 3) * 2 + i, task, end, C).to(gl.int32)
         for j in gl.static_range(COUNT):
-            source = address + i * C.shape.head_dim * 2 + 128 * j
-            run(C.copy_token, "=r,r,l,r", [place + 512 * (COUNT * i + j), source, size])
+            run(C.prefetch, "=r,l,r", [address + i * C.shape.head_dim * 2 + 128 * j, there])
 
 
 @gluon.jit
-def copied_values(at, C: gl.constexpr):
-    """Waits for the copies of `copy_values`, and returns their words. A lane reads what it has copied itself."""
+def load_values(pages, task, at, start, end, C: gl.constexpr):
+    """Loads a lane's words of the values of the tile that begins at token `start`: of token 2t, then of 2t + 1."""
     COUNT: gl.constexpr = C.value_vectors
-    run(C.await_copies, "=r", [])
-    place = values_place(at, C)
+    number = (at.lane & 3) * 2
+    address = value_address(pages, task, at, start, end, C)
     words = ()
-    for i in gl.static_range(2 * COUNT):
-        words = words + asm(C.load_words, "=&r,=&r,=&r,=&r,r", [place + 512 * i], ptx(C.words_types, 4))
+    for i in gl.static_range(2):
+        there = is_attended(start + number + i, task, end, C).to(gl.int32)
+        for j in gl.static_range(COUNT):
+            inputs = [address + i * C.shape.head_dim * 2 + 128 * j, there]
+            words = words + asm(C.load_token, C.load_token_constraints, inputs, ptx(C.words_types, 4))
     return words
 
 
@@ -409,18 +399,11 @@ def add_tile(first, second, v, top, total, sums, at, C: gl.constexpr):
 
 
 @gluon.jit
-def merged_element(head, element):
-    """Returns the place of an element among a head's sums in shared memory: lanes of several heads store to different banks."""
-    return element ^ ((head >> 1 & 1) << 4) ^ ((head >> 2 & 1) << 2)
-
-
-@gluon.jit
 def sums_to_shared(at, top, total, sums, C: gl.constexpr):
     """Stores the sums [warp][head][element], then maxima and totals [warp][head][2], of the warps that have tiles."""
     A: gl.constexpr = C.shape
     COUNT: gl.constexpr = C.value_vectors
     WARPS: gl.constexpr = C.table.tile_warps
-    STRIDE: gl.constexpr = C.table.merge_stride
     for step in gl.static_range(2):
         total += exchanged(total, 1 << step)
     start, warp = at.start + C.table.x_start, gl.minimum(at.warp, WARPS - 1)
@@ -428,15 +411,14 @@ def sums_to_shared(at, top, total, sums, C: gl.constexpr):
     for h in gl.static_range(2):
         head = (at.lane & 3) * 2 + h
         own = (exists & (head < A.group)).to(gl.int32)
-        to = start + warp * STRIDE + gl.minimum(head, A.group - 1) * (A.head_dim * 4)
-        for i in gl.static_range(2):
-            place = to + merged_element(head, (at.lane >> 2) * 8 + 4 * i) * 4
-            for j in gl.static_range(COUNT):
+        to = start + ((warp * A.group + gl.minimum(head, A.group - 1)) * A.head_dim + (at.lane >> 2) * 8) * 4
+        for j in gl.static_range(COUNT):
+            for i in gl.static_range(2):
                 four = sums[16 * j + 8 * i + h : 16 * j + 8 * i + h + 7 : 2]
-                run(C.store_words, "=r,r,f,f,f,f,r", (place + 256 * j,) + four + (own,))
+                run(C.store_words, "=r,r,f,f,f,f,r", (to + (256 * j + 16 * i),) + four + (own,))
     head = at.lane >> 2
     own = (exists & (head < A.group) & ((at.lane & 3) == 0)).to(gl.int32)
-    to = start + WARPS * STRIDE + (warp * A.group + gl.minimum(head, A.group - 1)) * 8
+    to = start + WARPS * A.group * A.head_dim * 4 + (warp * A.group + gl.minimum(head, A.group - 1)) * 8
     run(C.store_two, "=r,r,f,f,r", [to, top, total, own])
 
 
@@ -452,29 +434,26 @@ def nothing_to_shared(at, C: gl.constexpr):
 
 
 @gluon.jit
-def merge_warps(at, head, element, count, C: gl.constexpr):
-    """Returns (maximum, total, sum) of the first `count` warps, rounded up to a multiple of `merged_at_once`, for an element of
-    a query head of the task's kv head. All of these have stored their sums."""
+def merge_warps(at, head, element, C: gl.constexpr):
+    """Returns (maximum, total, sum) of all warps for an element of a query head of the task's kv head."""
     A: gl.constexpr = C.shape
     WARPS: gl.constexpr = C.table.tile_warps
-    STRIDE: gl.constexpr = C.table.merge_stride
-    AT_ONCE: gl.constexpr = C.table.merged_at_once
     start = at.start + C.table.x_start
-    tops_at = start + (WARPS * STRIDE + head * 8)
-    sums_at = start + (head * A.head_dim + merged_element(head, element)) * 4
+    tops_start = start + (WARPS * A.group * A.head_dim + head * 2) * 4
+    tops = ()
+    totals = ()
     top = at.lane.to(gl.float32) * 0.0 + NOTHING
-    for first in range(0, count, AT_ONCE):
-        for i in gl.static_range(AT_ONCE):
-            own, _ = asm(C.load_two, "=&f,=&f,r", [tops_at + (first + i) * (A.group * 8)], C.load_two_types)
-            top = gl.maximum(top, own)
+    for i in gl.static_range(WARPS):
+        own, total = asm(C.load_two, "=&f,=&f,r", [tops_start + i * (A.group * 8)], C.load_two_types)
+        tops = tops + (own,)
+        totals = totals + (total,)
+        top = gl.maximum(top, own)
     total = top * 0.0
     sum_ = top * 0.0
-    for first in range(0, count, AT_ONCE):
-        for i in gl.static_range(AT_ONCE):
-            own, of_warp = asm(C.load_two, "=&f,=&f,r", [tops_at + (first + i) * (A.group * 8)], C.load_two_types)
-            fade = gl.exp2(own - top)
-            total += of_warp * fade
-            sum_ += asm(C.load_float, "=f,r", [sums_at + (first + i) * STRIDE], gl.float32) * fade
+    for i in gl.static_range(WARPS):
+        fade = gl.exp2(tops[i] - top)
+        total += totals[i] * fade
+        sum_ += asm(C.load_float, "=f,r", [start + ((i * A.group + head) * A.head_dim + element) * 4], gl.float32) * fade
     return top, total, sum_
 
 

@@ -6,7 +6,7 @@ all blocks of a kv head combine a share of its outputs each.
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, barrier, gl, gluon, run
+from lowbit.kernels.parts.gluon import Scalar, aggregate, barrier, gl, gluon
 from lowbit.kernels.parts.head_rows import exchanged
 from lowbit.kernels.parts.polled import poll, publish, publish_both, publish_pair
 from lowbit.kernels.parts.split_attention import (
@@ -18,21 +18,20 @@ from lowbit.kernels.parts.split_attention import (
     append,
     attend_nothing,
     chosen,
-    copied_values,
-    copy_values,
-    first_vector,
     load_keys,
     load_query,
+    load_values,
     merge_warps,
     nothing_to_shared,
     of_row,
+    prefetch_values,
     store_query,
     sums_to_shared,
     tile_scores,
     touch_angles,
     turn_head,
 )
-from lowbit.kernels.parts.step_stage import MathThread, field, same_thread, status_of, vector, warp_number
+from lowbit.kernels.parts.step_stage import field, same_thread, status_of, vector, warp_number
 
 TILE = TILE_TOKENS
 
@@ -95,72 +94,44 @@ def attention_vectors(args, layer, C: gl.constexpr):
 
 
 @gluon.jit
-def old_tokens(args, index, C: gl.constexpr):
-    """Returns the place of the tokens that the thread `index` prefetches in the pages of each layer, and their number: a part
-    of the first tiles of this block's first task. The number is 0 for most threads. The place is counted in tokens of all pages
-    and kv heads, in 32 bits: the loader has few registers."""
-    T: gl.constexpr = C.table
-    SHARE: gl.constexpr = T.share_tokens
-    block = gl.program_id(0)
-    task = task_of(args, gl.minimum(block, T.attention_tasks - 1), 0, C)
-    active, tokens, start = active_splits(task, C)
-    begin = start + task.split * tokens
-    end = gl.minimum(begin + gl.minimum(tokens, TILE * T.tile_warps), task.position)
-    end = gl.where((block < T.attention_tasks) & (task.split < active), end, begin)
-    first = begin + index * SHARE
-    return first_vector(task, first, end, C).to(gl.int32), gl.maximum(gl.minimum(end - first, SHARE), 0)
-
-
-@gluon.jit
-def prefetch_old(args, layer, old_at, old_count, C: gl.constexpr):
-    """Prefetches the keys and values of `old_tokens` in a layer into L2."""
-    BYTES: gl.constexpr = 2 * C.shape.head_dim
-    at = old_at.to(gl.int64) * BYTES
-    run(C.prefetch_bulk, "=r,l,r", [field(args, layer, "k", C) + at, old_count * BYTES])
-    run(C.prefetch_bulk, "=r,l,r", [field(args, layer, "v", C) + at, old_count * BYTES])
-
-
-@gluon.jit
 def attend(args, at, layer, vectors, number, task, active, tokens, start, parity, C: gl.constexpr):
     """Computes one split, of `tokens` tokens: appends the new token in split 0, and stores the split's sums, or the output if
-    it is the only one. A warp has every tile_warps-th tile. In split 0 the warp after those with tiles, at most the last one,
-    has the new token as its first tile. Only the sums of warps with tiles are merged."""
+    it is the only one. A warp has every tile_warps-th tile; in split 0 the last warp's first tile is the new token."""
     WARPS: gl.constexpr = C.table.tile_warps
-    AT_ONCE: gl.constexpr = C.table.merged_at_once
     begin = start + task.split * tokens
     end = gl.minimum(begin + tokens, task.position)
-    tiles = gl.maximum(end - begin + (TILE - 1), 0) // TILE
-    new = gl.where(task.split == 0, gl.minimum(tiles, WARPS - 1), WARPS)
-    count = gl.minimum(gl.where(task.split == 0, tiles + 1, tiles), WARPS)
     warp = warp_number()  # warps without a tile leave the issue slots to the others
-    if warp < count:
-        attend_tiles(args, at, layer, vectors, task, new, begin, end, parity, C)
-    elif warp < (count + (AT_ONCE - 1)) // AT_ONCE * AT_ONCE:
+    first = begin + TILE * warp
+    if (warp == WARPS - 1) & (task.split == 0):
+        first = task.position
+    if (warp < WARPS) & ((first < end) | (first == task.position)):
+        attend_tiles(args, at, layer, vectors, task, first, begin, end, parity, C)
+    else:
         nothing_to_shared(at, C)
     barrier()
-    store_split(args, at, layer, number, task, active, count, C)
+    store_split(args, at, layer, number, task, active, C)
     barrier()
 
 
 @gluon.jit
-def attend_tiles(args, at, layer, vectors, task, new, begin, end, parity, C: gl.constexpr):
-    """Computes a warp's tiles and stores their sums in shared memory. `new`: the warp whose first tile is the new token, if
-    one is. Sums of products are not stored in the buffer `parity` meanwhile, so q is."""
+def attend_tiles(args, at, layer, vectors, task, tile, begin, end, parity, C: gl.constexpr):
+    """Computes a warp's tiles, of which the first begins at token `tile`, and stores their sums in shared memory. Sums of
+    products are not stored in the buffer `parity` meanwhile, so q is."""
     T: gl.constexpr = C.table
     A: gl.constexpr = C.shape
     WARPS: gl.constexpr = T.tile_warps
     KEYS: gl.constexpr = C.key_vectors
     VALUES: gl.constexpr = C.value_vectors
     has_new = (task.split == 0).to(gl.int32)
-    own = at.warp == new
-    tile = gl.where(own, task.position, begin + TILE * at.warp)
+    own = (at.warp == WARPS - 1) & (task.split == 0)
+    tile = at.warp * 0 + tile
     k = load_keys(vectors.k, task, at, tile, end, C)
-    copy_values(vectors.v, task, at, tile, end, C)
+    prefetch_values(vectors.v, task, at, tile, end, C)
     angles = angles_row(vectors.cos_sin, task.position, C)
     touch_angles(angles, at, C)
     qkv = vector(args, layer, "qkv", C) + task.row * (A.features * 2)
     group, pair = at.lane >> 2, at.lane & 3
-    # Registers are few: v is read late. Lanes have q of a head, those of the first row without a head have k.
+    # Registers are few: v is loaded late. Lanes have q of a head, those of the first row without a head have k.
     is_q = group < A.group
     head = gl.where(is_q, task.kv_head * A.group + group, A.heads + task.kv_head)
     addresses = ()
@@ -193,22 +164,23 @@ def attend_tiles(args, at, layer, vectors, task, new, begin, end, parity, C: gl.
     else:
         store_query(q, at, place, C)
     first, second = tile_scores(q, k, task, at, tile, gl.where(own, task.position + 1, end), C)
-    v = copied_values(at, C)
+    v = load_values(vectors.v, task, at, tile, end, C)
     v = chosen(own, new_v, v, 4 * VALUES) + v[4 * VALUES : 8 * VALUES]
     top, total, sums = attend_nothing(vectors.sinks, task, at, own, C)
     top, total, sums = add_tile(first, second, v, top, total, sums, at, C)
     for later in range(begin + TILE * (WARPS - has_new), end, TILE * WARPS):
         tile = later + TILE * at.warp
-        copy_values(vectors.v, task, at, tile, end, C)
+        prefetch_values(vectors.v, task, at, tile, end, C)
         k = load_keys(vectors.k, task, at, tile, end, C)
         first, second = tile_scores(load_query(at, place, C), k, task, at, tile, end, C)
-        top, total, sums = add_tile(first, second, copied_values(at, C), top, total, sums, at, C)
+        v = load_values(vectors.v, task, at, tile, end, C)
+        top, total, sums = add_tile(first, second, v, top, total, sums, at, C)
     sums_to_shared(at, top, total, sums, C)
 
 
 @gluon.jit
-def store_split(args, at, layer, number, task, active, count, C: gl.constexpr):
-    """Merges the first `count` warps; stores the split's sums, maxima and totals, or the output if no other split has work."""
+def store_split(args, at, layer, number, task, active, C: gl.constexpr):
+    """Merges the warps; stores the split's sums, maxima and totals, or the output if no other split has work."""
     A: gl.constexpr = C.shape
     OUTPUTS: gl.constexpr = A.group * A.head_dim
     TURNS: gl.constexpr = (OUTPUTS + C.threads - 1) // C.threads
@@ -221,7 +193,7 @@ def store_split(args, at, layer, number, task, active, count, C: gl.constexpr):
         exists = output < OUTPUTS
         output = gl.minimum(output, OUTPUTS - 1)
         head, element = output // A.head_dim, output % A.head_dim
-        top, total, sum_ = merge_warps(at, head, element, count, C)
+        top, total, sum_ = merge_warps(at, head, element, C)
         publish_pair(out + (output & -2) * 2, sum_ / total, (exists & alone).to(gl.int32), C)
         one = (exists & (active > 1)).to(gl.int32)
         publish(parts + output * 4, sum_, one, C)
@@ -246,10 +218,10 @@ def combine(args, at, layer, number, task, active, C: gl.constexpr):
     of_split = number - task.split + gl.minimum(split, active - 1)
     out = vector(args, layer, "attended", C) + (task.row * A.heads + task.kv_head * A.group) * (A.head_dim * 2)
     parts, tops = vector(args, layer, "parts", C), vector(args, layer, "tops", C)
-    for begin in range(first + warp_number() * (32 // LANES), end, AT_ONCE):  # a warp without words does not poll
-        word = begin + at.lane // LANES
+    for begin in range(first, end, AT_ONCE):
+        word = begin + at.index // LANES
         exists = (word < end) & (split == 0)
-        word = gl.minimum(word, end - 1)
+        word = gl.minimum(word, WORDS - 1)
         head = word // (A.head_dim // 2)
         addresses = (parts + (of_split * WORDS + word) * 8, tops + (of_split * A.group + head) * 8)
         words = poll(addresses, at.lane * 0 + 1, args.status, status_of(layer, "splits of attention", C), 2, 2, C)
@@ -273,8 +245,6 @@ def attention(args, at, layer, vectors, parity, C: gl.constexpr):
     """Attention of this block's tasks: first all splits, then their combination, so that no block waits for itself."""
     T: gl.constexpr = C.table
     at = same_thread(at, C)
-    # In new registers, too: else the compiler keeps several addresses of shared memory through all stages.
-    at = MathThread(at.index, at.lane, at.warp, asm("mov.u32 $0, global_smem;", "=r", [], gl.int32) + at.index * 0)
     for number in range(gl.program_id(0), T.attention_tasks, T.blocks):
         task = task_of(args, number, vectors.window, C)
         active, tokens, start = active_splits(task, C)

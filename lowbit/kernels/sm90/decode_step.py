@@ -68,7 +68,7 @@ from lowbit.kernels.parts.polled import (
 from lowbit.kernels.parts.ring import loads_of
 from lowbit.kernels.parts.small_m_epilogue import add_strided
 from lowbit.kernels.parts.split_attention import SplitAttention
-from lowbit.kernels.parts.step_attention import attention, attention_vectors, old_tokens, prefetch_old
+from lowbit.kernels.parts.step_attention import attention, attention_vectors
 from lowbit.kernels.parts.step_stage import (
     MathThread,
     RingPlace,
@@ -147,12 +147,6 @@ class DecodeStep(Polled, SplitAttention, ChosenExperts):
     def windows(self) -> bool:
         """True if some layers have a window."""
         return self.table.shape.windows
-
-    @property
-    def prefetches_old(self) -> bool:
-        """True if the loader prefetches old keys and values into L2. With windows these depend on the layer; a loader of 16-bit
-        rows has no registers left."""
-        return not self.windows and self.loaders == 1
 
     def form(self, product: ProductName, index: int) -> ProductForm:
         """A form of a product's weights."""
@@ -534,19 +528,13 @@ def load_forms(args, layer, place, issued, product: gl.constexpr, C: gl.constexp
 
 @gluon.jit
 def load(args, C: gl.constexpr):
-    """The loader: all weights of this block, layer by layer. Old keys and values of its first task go to L2 meanwhile."""
+    """The loader: all weights of this block, layer by layer."""
     LAYERS: gl.constexpr = C.table.shape.layers
-    LOADERS: gl.constexpr = C.loaders
     zero = gl.program_id(0) * 0
     place = RingPlace(zero, zero)
     issued = zero
-    index = gl.arange(0, 32 * LOADERS, gl.BlockedLayout([1], [32], [LOADERS], [0]))
-    if C.prefetches_old:
-        old_at, old_count = old_tokens(args, index, C)
     for layer in range(LAYERS):
         place, issued = load_forms(args, layer, place, issued, "qkv", C)
-        if C.prefetches_old:
-            prefetch_old(args, layer, old_at, old_count, C)
         place, issued = load_forms(args, layer, place, issued, "o", C)
         place, issued = load_forms(args, layer, place, issued, "gate_up", C)
         place, issued = load_forms(args, layer, place, issued, "down", C)

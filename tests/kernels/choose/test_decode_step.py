@@ -169,15 +169,17 @@ def test_where_one_launch_is_faster(monkeypatch):
         Faster("H200", 1, INT4, 4, 10**8, 2 * 10**8, 1024), Faster("H200", 1, INT4, 4, 0, 2 * 10**8, 512),
         Faster("H200", 1, FP6, 3, 0, 10**9, 99), Faster("H100", 1, INT4, 4, 0, 10**9, 9999),
     )  # fmt: skip
-    for row in FASTER:  # all were measured with this shape
+    for row in FASTER:  # all were measured with these two shapes
         shape = dataclasses.replace(LLAMA, tokens=row.tokens, forms=forms(row.form, head=(INT8,)))
+        if row.experts:
+            shape = dataclasses.replace(EXPERTS, tokens=row.tokens, intermediate=row.tokens * EXPERTS.intermediate)
         assert faster_context(shape, h200) == row.context
     monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", rows)
     assert faster_context(LLAMA, h200) == 1024
     assert faster_context(SMALL, h200) == faster_context(dataclasses.replace(LLAMA, tokens=2), h200) == 0
     assert faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 99
     assert faster_context(LLAMA, dataclasses.replace(h200, product="H100 80GB HBM3")) == 9999
-    assert EXPERTS.layer_bytes < 2 * 10**8 and faster_context(EXPERTS, h200) == 0
+    assert EXPERTS.layer_bytes < 2 * 10**8 and faster_context(EXPERTS, h200) == 0  # no row of these is of experts
     monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", (dataclasses.replace(rows[1], group=8, experts=True),))
     assert faster_context(EXPERTS, h200) == 512 and faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 0
 

@@ -25,11 +25,11 @@ from lowbit.kernels.parts.split_attention import (
     append,
     attend_nothing,
     chosen,
-    copied_values,
-    copy_values,
     load_keys,
     load_query,
+    load_values,
     merge_warps,
+    prefetch_values,
     store_query,
     sums_to_shared,
     tile_scores,
@@ -88,24 +88,23 @@ def attention(out, q, k, v, sinks, table, position, begin, end, C: gl.constexpr)
     tile = gl.where(own | (at.warp >= TILES), position, begin + TILE_TOKENS * at.warp)
     keys = chosen(own, new_k, load_keys(pages_k, task, at, tile, end, C), 4 * KEYS)
     first, second = tile_scores(words, keys, task, at, tile, gl.where(own, position + 1, end), C)
-    copy_values(pages_v, task, at, tile, end, C)
-    values = copied_values(at, C)
+    values = load_values(pages_v, task, at, tile, end, C)
     values = chosen(own, new_v, values, 4 * VALUES) + values[4 * VALUES : 8 * VALUES]
     top, total, sums = attend_nothing(sinks, task, at, own, C)
     top, total, sums = add_tile(first, second, values, top, total, sums, at, C)
     for later in range(begin + TILE_TOKENS * (TILES - 1), end, TILE_TOKENS * TILES):
         tile = gl.where(at.warp >= TILES, position, later + TILE_TOKENS * at.warp)
-        copy_values(pages_v, task, at, tile, end, C)
+        prefetch_values(pages_v, task, at, tile, end, C)
         keys = load_keys(pages_k, task, at, tile, end, C)
         first, second = tile_scores(load_query(at, T.sums_start, C), keys, task, at, tile, end, C)
-        top, total, sums = add_tile(first, second, copied_values(at, C), top, total, sums, at, C)
+        top, total, sums = add_tile(first, second, load_values(pages_v, task, at, tile, end, C), top, total, sums, at, C)
     barrier()
     sums_to_shared(at, top, total, sums, C)
     barrier()
     for i in gl.static_range(TURNS):
         output = gl.minimum(index + i * THREADS, A.group * A.head_dim - 1)
         head, element = output // A.head_dim, output % A.head_dim
-        top, total, sum_ = merge_warps(at, head, element, TILES, C)
+        top, total, sum_ = merge_warps(at, head, element, C)
         row = out + head * (A.head_dim + 2)
         gl.store(row + element, sum_)
         gl.store(row + A.head_dim + element * 0, top)
