@@ -626,8 +626,8 @@ FASTER = (
 Llama-3-8B in w4a16_g128 at 1, 2, 4, 8 tokens 1.396 / 1.571, 1.530 / 1.627, 1.742 / 1.712, 2.522 / 2.093; in w6e3m2a16
 1.779 / 1.895, 1.878 / 1.978, 2.054 / 2.058, 2.658 / 2.384; in 16 bits 4.000 / 3.965 at 1 token; Qwen3-30B-A3B in w4a16_g128
 at 1, 2, 4 tokens 1.422 / 2.043, 1.728 / 2.424, 2.326 / 2.847. Of 2026-11-28, by a script that is not kept, us: 8 layers, int4
-at 1 token and context 8,192 503 / 551, w8a16 at 1 token 600 / 645; SmolLM2-135M in 8 bits 422 / 355. `persistent_step=None` of an
-engine chooses the launches where there is no row."""
+at 1 token and context 8,192 503 / 551, w8a16 at 1 token 600 / 645; SmolLM2-135M in 8 bits 422 / 355. `persistent_step=None` of
+an engine chooses the launches where there is no row."""
 
 
 def faster_context(shape: StepShape, machine: Machine) -> int:

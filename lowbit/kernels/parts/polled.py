@@ -35,8 +35,8 @@ class Polled:
     def poll(self, count: int, words: int, ahead: bool = False) -> str:
         """PTX that loads `count` vectors of `words` words until no word is EMPTY. A lane loads a vector again only if one of
         its words was EMPTY: all blocks poll the same lines, so each repeated load delays the words that are still to come.
-        Inputs: addresses; whether the warp needs them; address of the status; the status of a wait that is too long; with `ahead`,
-        words that were loaded before."""
+        Inputs: addresses; whether the warp needs them; address of the status; the status of a wait that is too long; with
+        `ahead`, words that were loaded before."""
         total = count * words
         out = [f"${i}" for i in range(total)]
         needed, status, code = (f"${total + count + i}" for i in range(3))
