@@ -635,6 +635,39 @@ def _parse_names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...
     return names
 
 
+@app.command(name="measure")
+@user_errors
+def measure(
+    parts: Annotated[list[str] | None, typer.Argument(metavar="[PART]...", help="Names of parts; none: list them.")] = None,
+    out_folder: Annotated[Path, typer.Option("--out", help="Folder of results and logs.")] = Path("measured"),
+    seconds: Annotated[float, typer.Option(min=1, help="For all parts together; the running one is interrupted then.")] = 3600,
+    model: Annotated[Path | None, typer.Option(help="Folder of SmolLM2-135M-Instruct, for parts with a real model.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of the study's texts, for parts of the study.")] = None,
+) -> None:
+    """Run measurements and GPU tests behind the documentation's figures, by name; list them with their seconds on an H200.
+
+    Tests run side by side first, then one measurement after the other, so that nothing disturbs a timing. A part for which too
+    little time is left is not started. Each has a log; measure.json says how each ended. Exit status 1 if one did not succeed.
+
+    Example: python -m benchmarks measure
+
+    Example: python -m benchmarks measure tests-vision conv-resnet50 --seconds 500
+    """
+    from benchmarks.measure import PARTS, chosen
+    from benchmarks.measure import measure as run
+
+    if not parts:
+        listed = Table("part", "s", "GPUs", "python -m")
+        for part in PARTS:
+            listed.add_row(part.name, str(part.seconds), str(part.gpus), part.command)
+        out.print(listed)
+        return
+    load_layers()
+    rows = run(chosen(parts), out_folder, seconds, model, data, say)
+    if any(row["status"] != "done" for row in rows):
+        raise typer.Exit(1)
+
+
 @app.command(name="mechanisms")
 @user_errors
 def mechanisms(
