@@ -635,6 +635,56 @@ def _parse_names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...
     return names
 
 
+@app.command(name="start")
+@user_errors
+def start(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a checkpoint; when absent, random weights of --shape.", exists=True)
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Llama-3-8B, Llama-2-13B, ..")] = "Llama-3-8B",
+    scheme: Annotated[str, typer.Option(help="Scheme of a shape's layers.")] = "w4a16_g128",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the shape has: for trying.")] = None,
+    ways: Annotated[
+        str, typer.Option(help="Starts: cold, warm, kernels (a file of lowbit compile, no C compiler).")
+    ] = "cold,warm,kernels",
+    cores: Annotated[str, typer.Option(help="Numbers of cores, separated by commas.")] = "16,2",
+    limit: Annotated[float, typer.Option(min=1, help="Seconds of a start.")] = 600.0,
+    device: Device = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-start.json.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file.")] = None,
+) -> None:
+    """Time `lowbit serve` from the start of its process to the first token, by phase: imports, load, compile, capture.
+
+    A cold start compiles all kernels, a warm one finds them in the cache of the one before. The result file is complete after
+    every start.
+
+    Example: python -m benchmarks start --layers 4 --cores 16
+    """
+    check_device(device)
+    load_layers()
+    from benchmarks.start_report import failed, load, start_table
+
+    if report_file is not None:
+        document = load(report_file)
+    else:
+        from benchmarks.language_model import SHAPES
+        from benchmarks.start import WAYS, StartConfig, run
+        from lowbit.formats import parse_scheme
+        from lowbit.hardware.machine import torch_device
+        from lowbit.tune.trials import parse_rows
+
+        (name,) = _parse_names("--shape", shape, SHAPES)
+        config = StartConfig(
+            model, name, parse_scheme(scheme).name, layers, _parse_names("--ways", ways, WAYS), parse_rows(cores),
+            torch_device(device), limit,
+        )  # fmt: skip
+        path, document = run(config, out_file, say)
+        say(f"wrote {path}")
+    out.print(start_table(document))
+    for line in failed(document):
+        say(line)
+
+
 @app.command(name="measure")
 @user_errors
 def measure(

@@ -179,6 +179,7 @@ WHOLE = (
     _e2e("dense", 240, "--batches 1,4,16,64"),
     _bench("conv", "conv", 200, ""),
     _bench("serve", "serve", 450, "--each 18"),
+    _bench("start", "start", 500, "--cores 16,2"),
     *(
         _bench("gemm", f"gemm-{model.lower()}", 550, f"--shapes {model} --m 1,2,4,8,16,32,64,128,256,1024,4096")
         for model in ("Llama-3-8B", "Qwen2.5-7B")
