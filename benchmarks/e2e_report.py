@@ -172,7 +172,7 @@ def _users(axis: Any, rows: list[dict[str, Any]], title: str, theme: Theme) -> N
     for number, line_of in enumerate(sorted(lines, key=lambda line: _fastest(rows, line), reverse=True)):
         here = sorted((row for row in rows if _line_of(row) == line_of), key=lambda row: row["batch"])
         scheme, impl, kv = line_of
-        own = scheme is not None and impl == "lowbit"
+        own = scheme is not None and impl.startswith("lowbit")
         color, label = theme.own if own else theme.rival, _weights({"scheme": scheme, "impl": impl, "kv_dtype": kv})
         users, each = [r["batch"] for r in here], [1e3 / r["ms_per_token"] for r in here]
         line = {"marker": "o", "markersize": 3, "linewidth": 2 if own else 1.4}
@@ -197,12 +197,19 @@ def _fastest(rows: list[dict[str, Any]], line: tuple[str | None, str, str | None
     return max(1e3 / row["ms_per_token"] for row in rows if _line_of(row) == line)
 
 
+def bar_name(row: dict[str, Any]) -> str:
+    """Returns the name of a row's bar: its scheme, format of keys and values, users, and whether the step is one launch."""
+    launch = "one launch" if row["impl"] == "lowbit one launch" else None
+    return ", ".join(filter(None, (row["scheme"] or "16 bits", stored_kv(row), launch, str(row["batch"]))))
+
+
 def _where(axis: Any, rows: list[dict[str, Any]], theme: Theme) -> None:
-    """Plots a stacked bar for each scheme and batch: the time that each kind of kernel adds to a step."""
+    """Plots a stacked bar for each scheme and batch: the time that each kind of kernel adds to a step. A step in one launch is
+    one kernel, of another kind."""
     plain(axis, theme, "where the time of a step goes, ms")
     axis.grid(visible=False)
     colors = (theme.own, theme.second, theme.rival, theme.text, theme.grid)
-    names = [", ".join(filter(None, (row["scheme"] or "16 bits", stored_kv(row), str(row["batch"])))) for row in rows]
+    names = [bar_name(row) for row in rows]
     start = [0.0] * len(rows)
     for kind, color in zip((*KINDS, "other"), colors, strict=True):
         ms = [shares(row)[kind] / 1e3 for row in rows]

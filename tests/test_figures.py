@@ -16,14 +16,16 @@ from typing import Any
 import pytest
 
 from benchmarks import activations_report, choice_report, report
+from lowbit.kernels.choose.decode_step import FASTER
 from lowbit.vision.evaluate import Figure
+from study import experts
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = {
     "docs/internals/mechanisms.md": ("", "tests/benchmarks/mechanisms/test_page.py"),
-    "docs/internals/study.md": ("", "tests/study/test_page.py"),
+    "docs/internals/study.md": ("study/upcycle/", "tests/study/test_page.py"),
     "docs/internals/study-kv.md": ("", "tests/study/test_kv.py"),
 }
 """Page -> beginning of the names of files whose figures another test reads, and that test."""
@@ -75,14 +77,60 @@ def faster(row: Document) -> bool:
 
 
 @claims("README.md", E2E)
-def why_fewer_bits(found: Document) -> Iterator[str]:
-    def gain(context: int, batch: int) -> float:
-        wide, int4 = (step(found, scheme, context, batch)["ms_per_token"] for scheme in (None, "w4a16_g128"))
-        return wide / int4
+def many_users(found: Document) -> Iterator[str]:
+    wide, int4 = (step(found, scheme, 8192, 64)["ms_per_token"] for scheme in (None, "w4a16_g128"))
+    yield f"4 bits are then {wide / int4:.2f} times as fast"
 
-    wide, int4 = (step(found, scheme, 1024, 1)["weight_bytes"] for scheme in (None, "w4a16_g128"))
-    yield f"{gain(1024, 1):.1f} times as fast and {int4 / wide:.2f} of the bytes"
-    yield f"4 bits are then {gain(8192, 64):.2f} times as fast"
+
+# ---- steps in one launch
+
+ONE_LAUNCH, ONE_LAUNCH_EXPERTS = (f"h200/2026-11-29-e2e-one-launch{name}.json" for name in ("", "-qwen3-30b-a3b"))
+
+
+def in_one_launch(found: Document, scheme: str | None, batch: int, impl: str = "lowbit one launch") -> Document:
+    """Returns the row of a step at a context of 1,024 tokens and 16-bit keys and values; of launches with impl lowbit."""
+    rows = (row for row in found["rows"] if row["kv_dtype"] in ("float16", "bfloat16"))
+    (row,) = (r for r in rows if (r["scheme"], r["context"], r["batch"], r["impl"]) == (scheme, 1024, batch, impl))
+    return row
+
+
+def sixteen_bits(found: Document, batch: int) -> Document:
+    return in_one_launch(found, None, batch, "lowbit")
+
+
+for file, shape in ((ONE_LAUNCH, "Llama-3-8B"), (ONE_LAUNCH_EXPERTS, "Qwen3-30B-A3B, a [mixture of experts](docs/experts.md)")):
+
+    @claims("README.md", file)
+    def why_fewer_bits(found: Document, shape: str = shape) -> Iterator[str]:
+        wide, int4 = sixteen_bits(found, 1), in_one_launch(found, "w4a16_g128", 1)
+        speeds = (f"{1e3 / row['ms_per_token']:.0f}" for row in (wide, int4))
+        ratio, size = wide["ms_per_token"] / int4["ms_per_token"], int4["weight_bytes"] / wide["weight_bytes"]
+        yield cells(shape, *speeds, f"{ratio:.1f}", f"{size:.2f}")
+
+
+@claims("docs/generate.md", ONE_LAUNCH)
+def one_user_in_one_launch(found: Document) -> Iterator[str]:
+    wide = sixteen_bits(found, 1)["ms_per_token"]
+    int4, six = (in_one_launch(found, scheme, 1)["ms_per_token"] for scheme in ("w4a16_g128", "w6e3m2a16"))
+    yield f"{int4:.2f} ms in `w4a16_g128`, {wide / int4:.2f} times as fast as 16 bits"
+    yield f"{six:.2f} ms in `w6e3m2a16`, {wide / six:.2f} times"
+
+
+@claims("docs/internals/decode-step.md", ONE_LAUNCH)
+@claims("docs/internals/decode-step.md", ONE_LAUNCH_EXPERTS)
+def one_launch_and_launches(found: Document) -> Iterator[str]:
+    """Bold is what engines choose, by `FASTER`; there is no measurement of 8 tokens of experts."""
+    model = found["rows"][0]["model"]
+    for scheme in dict.fromkeys(row["scheme"] for row in found["rows"] if row["impl"] == "lowbit one launch"):
+        texts = []
+        for batch in dict.fromkeys(row["batch"] for row in found["rows"]):
+            one, several = (in_one_launch(found, scheme, batch, impl) for impl in ("lowbit one launch", "lowbit"))
+            text = f"{one['ms_per_token']:.3f} / {several['ms_per_token']:.3f}"
+            bits = {"w4a16_g128": 4, "w6e3m2a16": 6}.get(scheme)
+            experts = "experts_hit" in one and one["experts_hit"] is not None
+            chosen = any((row.tokens, row.form.bits, row.experts) == (batch, bits, experts) for row in FASTER)
+            texts.append(f"**{text}**" if chosen else text)
+        yield f"| {model}, {f'`{scheme}`' if scheme else '16 bits'} {cells(*texts)}"
 
 
 @claims("docs/generate.md", E2E)
@@ -149,8 +197,18 @@ shape_claim("opt-30b", "OPT-30B", ", 16 bits by cuBLAS")
 shape_claim("llama-2-70b", "Llama-2-70B", "")
 
 
+@claims("docs/experts.md", ONE_LAUNCH_EXPERTS)
+def steps_with_experts_in_one_launch(found: Document) -> Iterator[str]:
+    for batch in (1, 2, 4):
+        ours, wide = in_one_launch(found, "w4a16_g128", batch)["ms_per_token"], sixteen_bits(found, batch)["ms_per_token"]
+        speeds = (f"{1e3 * batch / ms:,.0f}" for ms in (ours, wide))
+        yield cells("Qwen3-30B-A3B", batch, f"{ours:.2f}", *speeds, f"{wide / ours:.2f}")
+    launches = [in_one_launch(found, "w4a16_g128", batch, "lowbit")["ms_per_token"] for batch in (1, 2, 4)]
+    yield "by launches {:.2f}, {:.2f} and {:.2f} ms".format(*launches)
+
+
 EXPERT_STEPS = {
-    "qwen3-30b-a3b": ("Qwen3-30B-A3B", "w4a16_g128", (1, 4, 16, 64)),
+    "qwen3-30b-a3b": ("Qwen3-30B-A3B", "w4a16_g128", (16, 64)),
     "mixtral-8x7b": ("Mixtral-8x7B", "w4a16_g128", (1, 16)),
     "gpt-oss-20b": ("gpt-oss-20b, its own MXFP4", "w4e2m1a16_g32", (1, 16)),
 }
@@ -209,7 +267,7 @@ def guesses_of_a_small_model(found: Document) -> Iterator[str]:
 
 @claims("docs/kv.md", "h200/2026-11-28-e2e-kv.json")
 def steps_by_format_of_keys_and_values(found: Document) -> Iterator[str]:
-    for batch, context in ((64, 8192), (16, 32768), (64, 1024), (1, 1024), (1, 8192), (1, 32768)):
+    for batch, context in ((64, 8192), (16, 32768), (64, 1024), (1, 8192), (1, 32768)):
         rows = {
             row["kv_dtype"]: row
             for row in found["rows"]
@@ -217,6 +275,29 @@ def steps_by_format_of_keys_and_values(found: Document) -> Iterator[str]:
         }
         times = (rows[name]["ms_per_token"] for name in ("float16", "fp8", "int8", "int4"))
         yield cells(f"{batch} x {context:,}", *(f"{ms:.2f}" for ms in times))
+
+
+@claims("docs/kv.md", "h200/2026-11-29-e2e-kv-1x1024.json")
+def one_user_by_format_of_keys_and_values(found: Document) -> Iterator[str]:
+    one, several = (in_one_launch(found, "w4a16_g128", 1, impl)["ms_per_token"] for impl in ("lowbit one launch", "lowbit"))
+    packed = {row["kv_dtype"]: row["ms_per_token"] for row in found["rows"] if row["kv_dtype"] in ("fp8", "int8", "int4")}
+    yield cells("1 x 1,024", *(f"{ms:.2f}" for ms in (one, packed["fp8"], packed["int8"], packed["int4"])))
+    slower = [100 * (ms / one - 1) for ms in packed.values()]
+    yield f"fewer bits are {min(slower):.0f} to {max(slower):.0f} % slower than 16: {one:.2f} ms is that one launch"
+    yield f"launches 16 bits take {several:.2f}"
+
+
+@claims("docs/kv.md", "h200/2026-11-29-attention.json")
+def attention_alone(found: Document) -> Iterator[str]:
+    ratios = []
+    for rows, context in ((64, 8192), (16, 32768), (16, 8192), (64, 1024), (1, 131072), (1, 1024)):
+        here = [row for row in found["rows"] if (row["rows"], row["context"]) == (rows, context)]
+        ours = {row["kv_dtype"]: row for row in here if row["impl"] == "lowbit" and row["chosen"]}
+        rival = min((row for row in here if row["impl"] == "FlashAttention-3"), key=lambda row: row["us"])
+        shown = [*(ours[kv] for kv in ("float16", "fp8", "int8", "int4")), rival]
+        yield cells(f"{rows} x {context:,}", *(f"{row['us']:.1f} ({row['limit_us'] / row['us']:.2f})" for row in shown))
+        ratios.append(rival["us"] / ours["fp8"]["us"])
+    yield f"takes {span(ratios, '.1f')} times as long as `fp8`"
 
 
 @claims("docs/kv.md", "h200/2026-11-28-serve-kv-int4.json")
@@ -229,6 +310,28 @@ def served_with_int4(found: Document) -> Iterator[str]:
 def served_with_sixteen_bits(found: Document) -> Iterator[str]:
     assert found["rows"][0]["failed"] == 0
     yield f"{found['rows'][0]['tokens_per_s']:,.0f} with 16 bits"
+
+
+@claims("docs/internals/study.md", "study/experts/schemes.json")
+def schemes_of_a_mixture(found: Document) -> Iterator[str]:
+    kl: dict[tuple[str, str], float] = {}
+    for line in experts.table(found)[2:]:
+        key, _, path, *figures = (text.strip() for text in line.strip("|").split("|"))
+        name = key if key == experts.UNQUANTIZED else "`{}` {}".format(*key.split())
+        yield f"| {' | '.join([name, path, *figures])} |"
+        if key != experts.UNQUANTIZED:
+            kl[key, path] = float(figures[len(found["texts"])])
+    apart = max(abs(kl[key, experts.TRANSFORMERS] - kl[key, experts.ENGINE]) for key, _ in kl)
+    yield f"differ by at most {apart:.4f}"
+    (left,) = {
+        f"{100 * kl[f'{scheme} gptq', experts.ENGINE] / kl[f'{scheme} rtn', experts.ENGINE]:.0f}"
+        for scheme in ("w4a16_g128", "w4a16_g64")
+    }
+    yield f"GPTQ leaves {left} % of the divergence by rounding to nearest"
+    mean, worst = (re.findall(r"[\d.]+", line.split("|", 2)[2]) for line in experts.routing_table(found)[2:])
+    shares = f"computes {float(worst[1]):.1f} times its equal share and one {worst[2]} times"
+    yield f"{float(mean[0]):.1f} effective experts of 8 on average, {float(worst[0]):.1f} in the most unequal layer"
+    yield shares
 
 
 # ---- loading, serving, vLLM

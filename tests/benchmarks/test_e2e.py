@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from benchmarks import e2e, language_model
 from benchmarks.cli import app
 from benchmarks.e2e import by_name, one_layer, timeline
-from benchmarks.e2e_report import E2E, SCHEMA, failed, load, plot, shares, tables
+from benchmarks.e2e_report import E2E, SCHEMA, bar_name, failed, load, plot, shares, tables
 from benchmarks.language_model import random_model, weight_bytes
 from lowbit.engine import Engine, Request
 from lowbit.engine import chain as chain_of
@@ -105,6 +105,17 @@ def test_sums_of_split_k_are_products():
     assert shares(row(kernels={name: [1, 2.0, 2.0], "collect": [1, 1.0, 1.0]})) == {
         "products": 2.0, "attention": 0.0, "norms, gates, routing": 0.0, "drawing": 1.0, "other": 0.0,
     }  # fmt: skip
+
+
+def test_bars_have_names_of_their_own():
+    rows = (row(), row(impl="lowbit one launch"), row(scheme=None, kv_dtype="bfloat16"), row(kv_dtype="int4"))
+    scheme = row()["scheme"]
+    assert [bar_name(each) for each in rows] == [
+        f"{scheme}, 1",
+        f"{scheme}, one launch, 1",
+        "16 bits, 1",
+        f"{scheme}, KV int4, 1",
+    ]
 
 
 def test_pictures_need_a_measured_row(tmp_path):
