@@ -207,7 +207,9 @@ def choice(
 @app.command(name="report")
 @user_errors
 def report(
-    file: Annotated[Path, typer.Argument(help="Result file of `python -m benchmarks gemm`.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Result files of `python -m benchmarks gemm`, of one machine and commit.")
+    ],
     m: Annotated[str | None, typer.Option("--m", help="Only these numbers of rows of x: 1,16,256.")] = None,
     formats: Annotated[str | None, typer.Option(help="Only these schemes, separated by commas.")] = None,
     shapes: Annotated[str | None, typer.Option(help="Only weights of these NxK, separated by commas.")] = None,
@@ -216,20 +218,20 @@ def report(
     ] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the results: a .png or .svg file.")] = None,
 ) -> None:
-    """Print the Markdown tables of a result file; needs no GPU.
+    """Print the Markdown tables of result files; needs no GPU. Several files, such as one for each model, are one table.
 
     Example: python -m benchmarks report benchmarks/results/h200/2026-11-21-gemm.json --readme README.md
     """
     load_layers()
     from benchmarks import report
     from benchmarks.request import parse_shape
-    from benchmarks.results import GEMM, load
+    from benchmarks.results import GEMM, load_all
     from lowbit.eval.results import check_plot
     from lowbit.tune.trials import parse_rows
 
     if plot_file is not None:
         check_plot(plot_file, GEMM)
-    document = load(file)
+    document = load_all(files)
     scheme_names = None if formats is None else formats.split(",")
     sizes = None if shapes is None else [parse_shape(part) for part in shapes.split(",")]
     text = report.markdown(document, None if m is None else parse_rows(m), scheme_names, sizes)

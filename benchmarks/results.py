@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,29 @@ def load(path: Path) -> dict[str, Any]:
     if document["rows"] and not document.get("ceilings"):
         raise ValueError(f"{path}: rows without ceilings")
     return document
+
+
+def load_all(paths: Sequence[Path]) -> dict[str, Any]:
+    """Returns the document of several result files of one machine, such as one for each model, as if they were one run.
+
+    Its rows are those of all files. Raises ValueError if GPU, commit, versions or protocol differ, or if a product was measured
+    in two files.
+    """
+    documents = [load(path) for path in paths]
+    first, rows = documents[0], dict[tuple[Any, ...], dict[str, Any]]()
+    for path, document in zip(paths, documents, strict=True):
+        for name in ("gpu", "commit"):
+            own, other = document["machine"].get(name), first["machine"].get(name)
+            if own != other:
+                raise ValueError(f"{path}: its {name} is {own}, that of {paths[0]} is {other}; a table has one")
+        for name in ("versions", "protocol"):
+            if document.get(name) != first.get(name):
+                raise ValueError(f"{path}: its {name} are not those of {paths[0]}; measure both in the same way")
+        for row in document["rows"]:
+            key = tuple(row.get(part) for part in ("impl", "scheme", "n", "k", "m", "dtype"))
+            if key in rows:
+                raise ValueError(
+                    f"{path}: {row['impl']}, {row['scheme']}, {row['n']} x {row['k']}, M {row['m']} is in another file too"
+                )
+            rows[key] = row
+    return {**first, "rows": list(rows.values()), "complete": all(document.get("complete") for document in documents)}

@@ -37,7 +37,7 @@ from lowbit.eval.results import check_plot, machine, versions, write_json
 from lowbit.formats import parse_scheme
 from lowbit.tune.timing import reason
 
-REPEATS, ENOUGH_S = 3, 4.0
+REPEATS, ENOUGH_S = 3, 15.0
 """A batch is measured REPEATS times, but not again once ENOUGH_S seconds are spent."""
 PREFILL = 8192
 """Most tokens of an engine step, the default of `vllm serve`."""

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import datetime
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks import results
-from benchmarks.results import ROW_KEYS, default_path, load
+from benchmarks.results import ROW_KEYS, default_path, load, load_all
 from lowbit.eval.results import versions
 
 
@@ -73,3 +74,28 @@ def test_the_commit_is_that_of_the_checkout_or_stated_in_a_file(tmp_path, monkey
     assert results.commit() == f"{head}-dirty"
     (tmp_path / ".commit").write_text("0123abc\n")
     assert results.commit() == "0123abc"
+
+
+def test_several_files_are_one_run(result_file, tmp_path):
+    """Rows of another model's file are added. A file of another commit, and a product in two files, are refused."""
+    found = json.loads(result_file.read_text())
+
+    def written(name, change):
+        other = json.loads(result_file.read_text())
+        change(other)
+        (tmp_path / name).write_text(json.dumps(other))
+        return tmp_path / name
+
+    def wider(other):
+        for row in other["rows"]:
+            row["n"] *= 3
+
+    both = load_all([result_file, written("wide.json", wider)])
+    assert len(both["rows"]) == 2 * len(found["rows"]) and both["machine"] == found["machine"]
+    assert load_all([result_file]) == load(result_file)
+    with pytest.raises(ValueError, match="is in another file too"):
+        load_all([result_file, written("same.json", lambda other: None)])
+    with pytest.raises(ValueError, match="its commit is 0123, that of"):
+        load_all([result_file, written("other.json", lambda other: other["machine"].update(commit="0123"))])
+    with pytest.raises(ValueError, match="its versions are not those"):
+        load_all([result_file, written("new.json", lambda other: other["versions"].update(torch="99"))])
