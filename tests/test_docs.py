@@ -163,11 +163,44 @@ def block(page: str, mark: str) -> str:
     return (ROOT / page).read_text().partition(f"<!-- {mark} -->")[2].partition(f"<!-- /{mark} -->")[0]
 
 
-def test_the_generated_tables_are_current():
-    """If this fails, run `python docs/tables.py`."""
+def generated_tables():
+    """Returns the module docs/tables.py."""
     specification = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
     tables = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(tables)
+    return tables
+
+
+def test_tables_have_the_newest_runs_of_each_gpu_and_rivals_first(tmp_path):
+    """Files of one day are one run, older and incomplete ones are left out; what a rival wins is said before the table."""
+    kept = json.loads((ROOT / "benchmarks/results/h200/2026-11-23-gemm.json").read_text())
+    rows = [row for row in kept["rows"] if (row["n"], row["k"]) == (8192, 8192)]
+
+    def write(name, gpu, shape, factor, complete=True):
+        own = [dict(row, n=shape) for row in rows]
+        rivals = [dict(row, impl="humming", us=row["us"] * factor) for row in own if row["impl"] == "lowbit" and row["us"]]
+        document = {**kept, "machine": {**kept["machine"], "gpu": gpu}, "rows": own + rivals, "complete": complete}
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(document))
+
+    write("h100/2026-12-01-gemm-a.json", "NVIDIA H100", 8192, 0.5)
+    write("h200/2026-12-01-gemm-a.json", "NVIDIA H200", 8192, 2.0)
+    write("h200/2026-12-01-gemm-b.json", "NVIDIA H200", 1024, 2.0)
+    write("h200/2026-12-02-gemm.json", "NVIDIA H200", 8192, 2.0, complete=False)
+    write("h200/2026-11-01-gemm.json", "NVIDIA H200", 512, 2.0)
+    text = generated_tables().speeds(tmp_path)
+    h100, h200 = text.split("NVIDIA H200, 2026-12-01:")
+    assert (
+        "NVIDIA H100, 2026-12-01:" in h100
+        and "A rival is ahead in 36 of 36 products: `w4a16_g128` 8192 x 8192 M 1 (humming, 2.00)" in h100
+    )
+    assert "A rival is ahead in 0 of 72 products." in h200 and "N = 1024" in h200 and "N = 512" not in h200
+    assert "| `w4a16_g128` | 3.87 / 2.00 |" in h200
+
+
+def test_the_generated_tables_are_current():
+    """If this fails, run `python docs/tables.py`."""
+    tables = generated_tables()
     for (page, mark), make in tables.BLOCKS.items():
         assert block(page, mark).strip() == make().strip(), f"{page}: {mark}"
 
