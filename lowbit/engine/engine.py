@@ -465,17 +465,23 @@ class Engine:
 
     def _launch_parts(self, scheduled: SchedulerOutput) -> None:
         """Launches the decode step, then the prefill chunks."""
-        if scheduled.decoding:
-            captured = self._captures()
+        if scheduled.decoding and self.speculation is None:
             self._in_flight.append(self._decode(scheduled))
-            self._in_flight[-1].alone = not scheduled.chunks and all(s.grammar is None for s in scheduled.decoding)
-            if self._captures() != captured:
-                for step in self._in_flight:
-                    step.alone = False
+        elif scheduled.decoding:
+            self._decode_timed(scheduled)
         if scheduled.chunks and self.program.is_paged:
             self._prefill(scheduled.chunks, scheduled)
         else:
             self._prefill_one_by_one(scheduled)
+
+    def _decode_timed(self, scheduled: SchedulerOutput) -> None:
+        """Launches the decode step, and marks it if its time is that of such a step, for the cost of guesses."""
+        captured = self._captures()
+        self._in_flight.append(self._decode(scheduled))
+        self._in_flight[-1].alone = not scheduled.chunks and all(s.grammar is None for s in scheduled.decoding)
+        if self._captures() != captured:
+            for step in self._in_flight:
+                step.alone = False
 
     def _launch_mixed(self, scheduled: SchedulerOutput) -> None:
         """Launches the decode step and the prefill chunks as one forward. If that raises an error, launches them separately, so
