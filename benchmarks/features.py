@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lowbit
-from benchmarks.e2e import DTYPES, REPLAYS, computes_in_one_launch, fill, place, times_us
+from benchmarks.e2e import DTYPES, REPLAYS, computes_in_one_launch, fill, one_layer, place, timeline, times_us
 from benchmarks.features_report import FEATURES, SCHEMA
 from benchmarks.language_model import meta_model, random_model
 from benchmarks.results import default_path, machine
@@ -36,6 +36,7 @@ from lowbit.engine.block_pool import pages_for
 from lowbit.engine.decode_runner import DecodeRunner
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.scheduler import SchedulerOutput
 from lowbit.engine.verify_runner import VerifyRow
 from lowbit.engine.warm_up import Part, WarmUpRun
 from lowbit.eval.results import versions, write_json
@@ -62,12 +63,16 @@ PROTOCOL = (
     "with events, at a context of `context` tokens. plain_us: the plain step as the engine takes it, perhaps in one launch; "
     "launches_us: the same by several launches a layer, as steps with adapters and guesses are. "
     "lora: adapters of rank 16 in all seven layers, random, of four names; one row has one of them, several rows take turns "
-    "with each and with none. verify: guessed tokens of one sequence in one step, beside a step of one token. "
+    "with each and with none; layer: what each kernel of a layer adds in us, in order, by CUDA's profiler, the median over the "
+    "layers. verify: guessed tokens of one sequence in one step, beside a step of one token. "
     "grammar: wall time per token of 16 sampled sequences, with a JSON schema (strings of any "
     f"length) and without, median of {ROUNDS} rounds in turn; all tokens are random, as the weights are. mixed: {REQUESTS} "
     f"requests of {PROMPT} + {OUTPUT} tokens, {USERS} at once. Capacity is tokens/s with a request waiting always; at "
     f"{LOAD:.0%} of it requests come at equal intervals, and the times between a sequence's tokens are those on the host. "
-    "Apart: prompts in chunks of up to 1,024 tokens run between steps. Mixed: prompts and steps in one forward. "
+    "Apart: prompts in chunks of up to 1,024 tokens run between steps. Mixed: prompts and steps in one forward. steps: number, "
+    "mean prompt tokens and mean ms on the GPU of each kind of step, mixed ones by the rows of their forward; idle_ms: time "
+    "between steps in all; loaded_steps, loaded_idle_ms: those at "
+    f"{LOAD:.0%}. "
     "All graphs are captured before. guesses: tokens/s of a real model by prompt lookup of up to 7 tokens and without, greedy "
     f"but for the task that is sampled, from Python, median of {TASK_ROUNDS} rounds in turn; waits: plain steps that were "
     "launched late for guesses that were none in the end; step_ratio: the engine's own measure of a step with guesses by a "
@@ -212,12 +217,25 @@ def _ratio(what: str, rows: int, plain: float, taken: float, launches: float | N
 
 
 @torch.inference_mode()
-def _step_us(engine: Engine, runner: DecodeRunner, rows: int, context: int, adapters: Sequence[tuple[int, int]] = ()) -> float:
-    """Returns the median microseconds of a step of the first slots, with the adapters (slot, number)."""
+def _step_us(engine: Engine, runner: DecodeRunner, rows: int, context: int) -> float:
+    """Returns the median microseconds of a step of the first slots."""
+    tokens = 4 * REPLAYS
+    place(engine, rows, context, tokens)
+    return statistics.median(times_us(runner.launch(range(rows), False, context + tokens)))
+
+
+@torch.inference_mode()
+def _adapted_us(
+    engine: Engine, rows: int, context: int, adapters: Sequence[tuple[int, int]]
+) -> tuple[float, list[tuple[str, float]]]:  # fmt: skip
+    """Returns the median microseconds of a step of the first slots with the adapters (slot, number), and what each kernel of a
+    layer adds."""
     tokens = 4 * REPLAYS
     place(engine, rows, context, tokens)
     engine.slots.update([], [], adapters)
-    return statistics.median(times_us(runner.launch(range(rows), False, context + tokens)))
+    step = engine.decode_runner.launch(range(rows), False, context + tokens)
+    taken = statistics.median(times_us(step))
+    return taken, [] if step.graph is None else one_layer(timeline(step.graph.replay))
 
 
 def _plain_us(
@@ -254,8 +272,8 @@ def _lora(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[R
     _compile(engine, _kernels(engine, [("step", *variant) for variant in variants]), progress)
     for rows in batches:
         chosen = [(0, 0)] if rows == 1 else [(i, i % (ADAPTERS + 1) - 1) for i in range(rows)]
-        taken = _step_us(engine, engine.decode_runner, rows, config.context, chosen)
-        yield _ratio(f"adapters of rank {RANK} in all layers", rows, plain[rows][0], taken, plain[rows][1])
+        taken, layer = _adapted_us(engine, rows, config.context, chosen)
+        yield {**_ratio(f"adapters of rank {RANK} in all layers", rows, plain[rows][0], taken, plain[rows][1]), "layer": layer}
 
 
 def _free() -> None:
@@ -352,15 +370,79 @@ def _mixed(config: FeaturesConfig, progress: Callable[[str], None]) -> Iterator[
         _warm_up_greedy(engine, what == "mixed", progress)
         _served(engine, USERS, None, seed=0)
         progress(f"{what}, as many as it takes")
-        capacity, _ = _served(engine, REQUESTS, None, seed=1)
+        with _timed_steps(engine) as steps:
+            capacity, _ = _served(engine, REQUESTS, None, seed=1)
         progress(f"{what}, {LOAD:.0%} of it")
-        reached, gaps = _served(engine, REQUESTS, OUTPUT / (LOAD * capacity), seed=2)
+        with _timed_steps(engine) as loaded:
+            reached, gaps = _served(engine, REQUESTS, OUTPUT / (LOAD * capacity), seed=2)
         yield {
             "what": what, "rows": USERS, "tokens_per_s": capacity, "loaded_tokens_per_s": reached,
             "median_ms": statistics.median(gaps), "p99_ms": sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1],
+            "steps": _by_kind(steps), "idle_ms": _idle_ms(steps),
+            "loaded_steps": _by_kind(loaded), "loaded_idle_ms": _idle_ms(loaded),
         }  # fmt: skip
         del engine
         _free()
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A launched step: its kind, its prompt tokens, and CUDA events before and behind its launches."""
+
+    kind: str
+    prompt_tokens: int
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+@contextlib.contextmanager
+def _timed_steps(engine: Engine) -> Iterator[list[TimedStep]]:
+    """Yields a list of the steps that the engine launches inside. Two events are recorded for each of them, and nothing is
+    awaited."""
+    steps: list[TimedStep] = []
+    launch = engine._launch
+
+    def timed(scheduled: SchedulerOutput) -> None:
+        kind = _kind(engine, scheduled)  # before the launch, whose results may finish sequences
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        launch(scheduled)
+        end.record()
+        steps.append(TimedStep(kind, sum(len(chunk.tokens) for chunk in scheduled.chunks), begin, end))
+
+    engine._launch = timed  # type: ignore[method-assign]
+    try:
+        yield steps
+    finally:
+        del engine._launch  # the class's own again
+
+
+def _kind(engine: Engine, scheduled: SchedulerOutput) -> str:
+    """Returns the kind of a step: what it computes, and the rows of a forward of both."""
+    if not scheduled.chunks:
+        return "plain"
+    if not scheduled.decoding:
+        return "prompts"
+    runner, rows = engine.mixed_runner, len(scheduled.decoding)
+    if not runner.takes(scheduled.chunks, rows):
+        return "apart"
+    shape = runner.shape(scheduled.chunks, rows)
+    return "mixed" if shape is None else f"mixed, {shape.rows + shape.prompts.tokens} rows"
+
+
+def _by_kind(steps: Sequence[TimedStep]) -> dict[str, list[float]]:
+    """Returns (number of steps, mean prompt tokens, mean milliseconds) by kind."""
+    found: dict[str, list[float]] = {}
+    for kind in sorted({step.kind for step in steps}):
+        own = [step for step in steps if step.kind == kind]
+        taken = statistics.fmean(step.begin.elapsed_time(step.end) for step in own)
+        found[kind] = [len(own), statistics.fmean(step.prompt_tokens for step in own), taken]
+    return found
+
+
+def _idle_ms(steps: Sequence[TimedStep]) -> float:
+    """Returns the milliseconds between the end of a step and the begin of the next one, in all."""
+    return sum(before.end.elapsed_time(after.begin) for before, after in itertools.pairwise(steps))
 
 
 @torch.inference_mode()
@@ -411,6 +493,7 @@ def _served(engine: Engine, count: int, interval: float | None, seed: int) -> tu
             engine.step()
         running = [sequence for sequence in running if sequence.finish_reason is None]
     taken = time.perf_counter() - begun
+    torch.cuda.synchronize()  # the last sequence may run one step more
     gaps = [1e3 * (after - before) for times in came for before, after in itertools.pairwise(times)]
     return count * OUTPUT / taken, gaps
 

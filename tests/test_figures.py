@@ -246,16 +246,56 @@ def blocks_of_experts(found: Document) -> Iterator[str]:
     yield f"Mixtral-8x7B's {ours[0]:.0f} to {ours[-1]:.0f} us, Marlin {span(ratios, '.1f')} times as long"
 
 
-@claims("docs/lora.md", "h200/2026-11-28-features-again.json")
+FEATURES = "h200/2026-11-29-features-steps.json"
+
+
+def features(found: Document, part: str) -> list[Document]:
+    rows = [row for row in found["rows"] if row["part"] == part]
+    assert rows and all(row["error"] is None for row in rows)
+    return rows
+
+
+@claims("docs/lora.md", FEATURES)
 def steps_with_adapters(found: Document) -> Iterator[str]:
-    ratios = [row["ratio"] for row in found["rows"] if row["part"] == "lora"]
-    yield f"made a step {min(ratios):.2f} to {max(ratios):.2f} times as long"
+    rows = features(found, "lora")
+    assert [row["rows"] for row in rows] == [1, 4, 16, 64]
+    *first, last = (f"{row['launches_ratio']:.2f}" for row in rows)
+    yield f"a step on an H200 takes {', '.join(first)} and {last} times as long at 1, 4, 16 and 64 rows"
+    yield f"adapters take {rows[0]['ratio']:.2f} times as long as that"
 
 
-@claims("docs/speculate.md", "h200/2026-11-28-features-steps.json")
+@claims("docs/internals/engine.md", FEATURES)
+def features_of_the_engine(found: Document) -> Iterator[str]:
+    ratios = [row["launches_ratio"] for row in features(found, "lora")]
+    yield f"A step of 1 to 64 rows takes {span(ratios)} times as long with rank 16 in all layers"
+    apart, mixed = features(found, "mixed")
+    median, most = (f"{mixed[key]:.1f}" for key in ("median_ms", "p99_ms"))
+    yield f"the time between tokens is {median} ms (median) and {most} (99 %) at 95 % of the load"
+    yield f"prompts between steps made it {apart['median_ms']:.1f} and {apart['p99_ms']:.1f}"
+    yield f"the throughput is {mixed['tokens_per_s']:,.0f} tokens/s for {apart['tokens_per_s']:,.0f}"
+
+
+@claims("docs/serve.md", FEATURES)
+def prompts_within_steps(found: Document) -> Iterator[str]:
+    apart, mixed = features(found, "mixed")
+    ours, other = (f"{row['p99_ms']:.1f}" for row in (mixed, apart))
+    ratio = mixed["tokens_per_s"] / apart["tokens_per_s"]
+    yield f"{ours} ms at the 99th percentile between tokens for {other}, throughput times {ratio:.2f}"
+
+
+@claims("docs/lora.md", "h200/2026-11-28-features-again.json")
+def steps_with_two_launches_a_product(found: Document) -> Iterator[str]:
+    ratios = [row["ratio"] for row in features(found, "lora")]
+    yield f"Two launches a product had made a step {span(ratios)} times as long"
+
+
+@claims("docs/speculate.md", FEATURES)
 def verified_steps(found: Document) -> Iterator[str]:
-    ratios = {row["rows"]: f"{row['ratio']:.2f}" for row in found["rows"] if row["part"] == "verify"}
-    yield f"verifies 4 tokens takes {ratios[4]} times one of a single token, 8 tokens {ratios[8]}"
+    rows = features(found, "verify")
+    assert [row["rows"] for row in rows] == [2, 4, 8]
+    launches, own = ([f"{row[key]:.2f}" for row in rows] for key in ("launches_ratio", "ratio"))
+    yield f"verifies 2, 4 or 8 tokens takes {launches[0]}, {launches[1]} or {launches[2]} times a plain step by launches"
+    yield f"{own[0]}, {own[1]} or {own[2]} times the engine's own plain step of one token, which is one launch"
 
 
 @claims("docs/speculate.md", "h200/2026-11-28-features-requests.json")

@@ -68,6 +68,65 @@ def test_requests_come_at_intervals(monkeypatch):
     assert slow < 3 * 5 / 0.8, "the third one comes after 0.8 s"
 
 
+class Clock:
+    """Stands for torch.cuda.Event on a CPU: each record is a millisecond after the one before."""
+
+    now = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Clock.now += 1
+        self.at = Clock.now
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_steps_are_timed_by_kind(monkeypatch):
+    """Each launched step has a kind, prompt tokens and a time, inside the context alone; tokens are those of all prompts."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    ticks = itertools.count()  # so that requests come between the steps of others, on a machine of any speed
+    monkeypatch.setattr(features, "time", mock.MagicMock(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(features, "USERS", 2)
+    monkeypatch.setattr(features, "PROMPT", 9)
+    monkeypatch.setattr(features, "OUTPUT", 5)
+    monkeypatch.setattr(features, "REQUESTS", 4)
+    engine = Engine(eager_llama(), max_concurrent=4, max_length=64, step_ms=None)
+    with features._timed_steps(engine) as steps:
+        features._served(engine, 5, 3.0, seed=0)
+    kinds = features._by_kind(steps)
+    assert set(kinds) == {"prompts", "mixed", "plain"} and sum(count for count, _, _ in kinds.values()) == len(steps)
+    assert sum(count * tokens for count, tokens, _ in kinds.values()) == 5 * 9
+    assert all(ms == 1 for _, _, ms in kinds.values()) and kinds["plain"][1] == 0
+    assert features._idle_ms(steps) == len(steps) - 1, "a millisecond between steps"
+    launched = len(steps)
+    features._served(engine, 1, 3.0, seed=0)
+    assert len(steps) == launched and "_launch" not in vars(engine), "the engine is as it was"
+
+    monkeypatch.setattr(features, "_model", lambda config: eager_llama())
+    monkeypatch.setattr(features, "_warm_up_greedy", lambda *given: None)
+    monkeypatch.setattr(features, "_engine", lambda model, **options: Engine(model, max_concurrent=4, max_length=64))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    apart, mixed = features._mixed(mock.MagicMock(), lambda line: None)
+    assert "apart" in apart["loaded_steps"] and "mixed" not in apart["loaded_steps"]
+    assert "mixed" in mixed["loaded_steps"] and "apart" not in mixed["loaded_steps"] and mixed["idle_ms"] > 0
+    assert {"prompts", "plain"} <= set(mixed["steps"])
+    rows = [{"error": None, **row} for row in (apart, mixed)]
+    text = printed({"rows": rows, "machine": {"gpu": "g"}, "model": "m", "small": None})
+    assert "mixed: plain" in text and "apart, loaded: apart" in text
+
+
+def test_kinds_of_mixed_steps_have_their_rows():
+    engine, scheduled = mock.MagicMock(), mock.MagicMock(decoding=["a"], chunks=["b"])
+    engine.mixed_runner.shape.return_value = mock.MagicMock(rows=32, prompts=mock.MagicMock(tokens=224))
+    assert features._kind(engine, scheduled) == "mixed, 256 rows"
+    engine.mixed_runner.takes.return_value = False
+    assert features._kind(engine, scheduled) == "apart"
+
+
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     """Makes `lora` and `verify` run with a tiny model on a CPU, where nothing is compiled or captured. The "times" are 80 us
@@ -113,9 +172,12 @@ def test_ratios_are_of_both_kinds_of_steps(part, on_a_cpu):
         one = row["rows"] == 1 or part is features._verified
         assert (row["plain_us"], row["us"], row["launches_us"]) == (80 if one else 100, 120, 100)
         assert row["ratio"] == row["us"] / row["plain_us"] and row["launches_ratio"] == 1.2
+        assert row.get("layer") == ([] if part is features._lora else None), "a profile is one of a GPU's graph"
     assert "plain step of 1: 80 us, by launches 100 us" in lines
     document = {"rows": [{"error": None, **row} for row in rows], "machine": {"gpu": "g"}, "model": "m", "small": None}
     assert "1.200" in printed(document) and ("1.500" in printed(document))
+    document["rows"][0]["layer"] = [("lora_sums", 2.25), ("ring_gemm", 4.5)]
+    assert all(text in printed(document) for text in ("lora_sums", "2.2", "ring_gemm", "4.5"))
 
 
 def test_graphs_that_greedy_requests_need(monkeypatch):
@@ -144,3 +206,6 @@ def test_a_run(tmp_path, monkeypatch):
     parts = [(part, len(list(rows))) for part, rows in itertools.groupby(load(file)["rows"], lambda row: row["part"])]
     assert parts == [("lora", 4), ("verify", 3), ("mixed", 2)]
     assert statistics.fmean(row["ratio"] for row in load(file)["rows"] if "ratio" in row) > 1
+    adapted, *_, apart, mixed = load(file)["rows"]
+    assert any("lora_sums" in name for name, _ in adapted["layer"])
+    assert "plain" in apart["steps"] and any(kind.startswith("mixed, ") for kind in mixed["steps"])
