@@ -145,16 +145,17 @@ def _read(folder: Path) -> float:
 def _start(folder: Path, cores: int, cache: Path, kernels: Path | None, config: StartConfig) -> dict[str, Any]:
     """Starts a server, asks for a completion, stops it. Returns the columns of the row."""
     command = [sys.executable, "-m", "lowbit", "serve", str(folder), "--port", "0", "--device", config.device.type]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    variables = [f"TRITON_CACHE_DIR={cache}", "PYTHONUNBUFFERED=1", "NO_COLOR=1"]
     if kernels is not None:
         command += ["--kernels", str(kernels)]
-        environment = {key: value for key, value in environment.items() if key != "CC"} | {"PATH": "/nonexistent"}
+        variables = ["-u", "CC", *variables, "PATH=/nonexistent"]
+    command = ["env", *variables, *command]
     begun = time.monotonic()
     allowed = sorted(os.sched_getaffinity(0))[:cores]
     if len(allowed) < cores:
         raise RuntimeError(f"this machine has {len(allowed)} cores")
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         preexec_fn=lambda: os.sched_setaffinity(0, allowed),
     )  # fmt: skip
     try:
