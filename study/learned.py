@@ -8,6 +8,7 @@ far chance moves a figure. The result file is complete after every row; the same
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import statistics
 import tempfile
 import time
@@ -194,8 +195,9 @@ def measure(
     failed: dict[str, str] = {}
     results.document["failed"] = failed
     missing = [job for job in wanted if job.key not in results]
-    work = output.absolute().parent
-    work.mkdir(parents=True, exist_ok=True)
+    work = output.absolute().with_name(f".{output.stem}.work")
+    shutil.rmtree(work, ignore_errors=True)  # left by a killed run
+    work.mkdir(parents=True)
     worker = _Worker(source, data, work, tuple(texts), settings, device, processes, progress)
     with Progress(desc="learned", unit="rows", total=len(missing), shown=progress) as bar:
         for job, outcome in _outcomes(worker, missing):
@@ -205,6 +207,7 @@ def measure(
             else:
                 results.add(*outcome)
             bar.update(1)
+    shutil.rmtree(work)
     results.write(complete=not failed)
     return results.document
 
@@ -301,7 +304,7 @@ class _Worker:
         method = Learned(s.iterations, s.batch, job.seed, distill=s.distill if distilled else 0)
         assert job.scheme is not None
         case = Case(job.scheme, method, DEFAULT_TEXT, job.seed, rotate_inputs=rotated)
-        with tempfile.TemporaryDirectory(dir=self.work, prefix=".learned-") as scratch:
+        with tempfile.TemporaryDirectory(dir=self.work) as scratch:
             row, figures = measured(
                 case, self.source, Path(scratch) / "q", calibration, self.measure, self.device, self.measure.progress
             )

@@ -81,7 +81,7 @@ def quantize_by_rival(
         model, tokenizer_of(folder), bits=bits, group_size=group, sym=True, data_type="int",
         act_bits=16, iters=iterations, nsamples=len(tokens), seqlen=tokens.shape[1], batch_size=batch,
         dataset=list(tokens.split(batch)), enable_alg_ext=True, enable_torch_compile=compiles, seed=seed,
-        device_map=str(where),
+        device_map=(where.index or 0) if where.type == "cuda" else str(where),
     )  # fmt: skip
     quantized, _ = quantizer.quantize()
     if where.type == "cuda":

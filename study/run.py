@@ -154,6 +154,7 @@ def _rounding(scheme: Scheme, transform: InputTransform) -> Callable[[nn.Module,
 
 
 def task_record(task: Task) -> dict[str, Any]:
+    """Returns the description of a text or task for a result file, without its path."""
     return {key: value for key, value in task.described().items() if key != "path"}
 
 

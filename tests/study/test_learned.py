@@ -76,7 +76,10 @@ def test_the_rows_are_those_of_the_comparison():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_row_is_what_quantizing_gives(way, model, data, output, tmp_path):
+    left = output.parent / ".learned.work" / "left"  # by a killed run
+    left.mkdir(parents=True)
     document = measure(model, data, TEXTS, output, SMALL, [Job(SCHEME, way, 1)])
+    assert not left.parent.exists()
     rotated, distilled = WAYS[way]
     calibration = Calibration(4, 24, 1, data / "topics.txt")
     method = Learned(3, 2, 1, distill=2 if distilled else 0)
@@ -88,7 +91,6 @@ def test_a_row_is_what_quantizing_gives(way, model, data, output, tmp_path):
     for text in TEXTS:
         assert figure_of(row, text, "KL mean")[0] == pytest.approx(kl(quantized, model, data, text), rel=1e-2)
     assert row["calibration"] == {"text": "topics", "seed": 1} and row["seconds"] > 0
-    assert not list(output.parent.glob(".learned-*"))
 
 
 def test_the_rival_gets_the_same_pieces(model, data, output, monkeypatch):
@@ -137,7 +139,7 @@ def test_several_processes_measure_the_same(model, data, output, tmp_path):
     two = rows_of(measure(model, data, TEXTS, tmp_path / "two.json", SMALL, wanted, processes=2))
     assert set(one) == set(two) == {job.key for job in wanted}
     for key, row in one.items():
-        assert two[key]["figures"] == pytest.approx(row["figures"]) or two[key]["figures"] == row["figures"]
+        assert two[key]["figures"] == row["figures"]
     assert {row["processes"] for row in two.values()} == {2} and {row["processes"] for row in one.values()} == {1}
 
 
