@@ -1,7 +1,8 @@
 """`python -m study`: collects the data, measures missing cases, and rewrites the pages from all result files.
 
 `python -m study upcycle` makes a mixture of experts of a dense model, `python -m study experts` measures its quantization,
-`python -m study kv` keys and values in few bits, `python -m study sizes` models of several sizes.
+`python -m study kv` keys and values in few bits, `python -m study sizes` models of several sizes, `python -m study learned`
+learned rounding beside another tool, `python -m study quantizing-speed` how long quantizing takes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import typer
 from lowbit.cli.terminal import say, user_errors
 from lowbit.eval.results import check_plot
 from lowbit.sources import model_folder
-from study import experts, kv, sizes, upcycle
+from study import experts, kv, learned, quantizing_speed, sizes, upcycle
 from study.curves import TABLE, curves, write_curves
 from study.data import gather
 from study.page import write_pages
@@ -98,7 +99,10 @@ def study(
         say(f"no plot: {error}")
 
 
-COMMANDS = {"upcycle": upcycle.app, "experts": experts.app, "kv": kv.app, "sizes": sizes.app}
+COMMANDS = {
+    "upcycle": upcycle.app, "experts": experts.app, "kv": kv.app, "sizes": sizes.app, "learned": learned.app,
+    "quantizing-speed": quantizing_speed.app,
+}  # fmt: skip
 """First argument -> its command. A model's folder of such a name is given as a path: ./experts."""
 
 

@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from html.parser import HTMLParser
 from pathlib import Path
 
 from lowbit.checkpoint.target import replace_file
+from lowbit.eval.suite import Task, text_task
 from lowbit.models.calibrate import Calibration
 
 MODULES = (
@@ -33,8 +34,9 @@ _DPKG_STATUS = Path("/var/lib/dpkg/status")
 _CHOICES = {"hellaswag": "hellaswag", "truthfulqa": "truthfulqa_mc1"}
 
 
-def gather(folder: Path, say: Callable[[str], None]) -> None:
-    """Writes missing texts and tasks to `folder`. Unavailable ones (no apt, no network) are reported and omitted.
+def gather(folder: Path, say: Callable[[str], None], names: Collection[str] | None = None) -> None:
+    """Writes missing texts and tasks to `folder`, or those of the texts `names`. Unavailable ones (no apt, no network) are
+    reported and omitted.
 
     Texts: `opticks` (`lowbit.eval.sample_text` is its beginning), `topics` (Python's help), `code` (Python's library),
     `handbook` (Debian package debian-handbook, GPL-2+ or CC-BY-SA-3.0), `jargon` (Debian package dict-jargon, public domain).
@@ -54,7 +56,7 @@ def gather(folder: Path, say: Callable[[str], None]) -> None:
     }
     for name, make in makers.items():
         target = folder / name
-        if target.exists():
+        if target.exists() or (names is not None and name.removesuffix(".txt") not in names):
             continue
         try:
             made = make()
@@ -64,6 +66,17 @@ def gather(folder: Path, say: Callable[[str], None]) -> None:
         content = made.encode() if isinstance(made, str) else made
         replace_file(target, lambda scratch, content=content: scratch.write_bytes(content))  # type: ignore[misc]
         say(f"wrote {target}")
+
+
+def text_tasks(folder: Path, names: Collection[str]) -> list[Task]:
+    """Returns the texts `names` of a folder, sorted. Other files are not read. Raises ValueError if one is missing."""
+    missing = sorted(name for name in names if not (folder / f"{name}.txt").exists())
+    if missing:
+        raise ValueError(
+            f"{folder}: has no {', '.join(f'{name}.txt' for name in missing)}; put UTF-8 text of that name there, with empty "
+            "lines between paragraphs, or name another folder (--data)"
+        )
+    return [text_task(folder / f"{name}.txt") for name in sorted(names)]
 
 
 def _library_source() -> str:

@@ -1,43 +1,51 @@
-"""The result file of one model: a row per case, rewritten after every row, and resumed if it exists."""
+"""A result file: a row per case, rewritten after every row, and resumed if it exists."""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowbit.eval.figure import Figure
-from lowbit.eval.results import as_json, machine, read_json, versions, write_json
+from lowbit.eval.results import as_json, machine, read_json, require_keys, versions, write_json
 
 SCHEMA = 1
 STUDY = "lowbit study"
 UNQUANTIZED = "16 bits"
 """Key of the row of the unquantized model."""
-_ROW = {"key", "scheme", "method", "calibration", "bits_per_weight", "seconds", "figures"}
+ROW = ("key", "scheme", "method", "calibration", "bits_per_weight", "seconds", "figures")
+"""What every row of the study has."""
+PACKAGES = ("transformers", "tokenizers", "rouge-score")
+"""Packages whose versions are kept."""
 
 
 class Results:
     """The document and its file. An existing file is resumed if its `request`, which determines the figures, is the same.
-    Raises ValueError if it is not."""
+    Raises ValueError if it is not.
 
-    def __init__(self, path: Path, request: dict[str, Any]) -> None:
+    result: the name of the command's results. row_keys: what every row has."""
+
+    def __init__(
+        self, path: Path, request: dict[str, Any], result: str = STUDY, row_keys: Collection[str] = ROW,
+        packages: Sequence[str] = PACKAGES,
+    ) -> None:  # fmt: skip
         self.path = path
         if path.exists():
-            self.document = load(path)
+            self.document = load(path, result, row_keys)
             if self.document["request"] != json.loads(as_json(request)):
                 changed = [k for k in request if self.document["request"].get(k) != json.loads(as_json(request))[k]]
                 raise ValueError(
                     f"{path}: holds rows measured otherwise ({', '.join(changed) or 'fewer settings'} differ); repeat the "
-                    "command it was made with, or name another folder"
+                    "command it was made with, or name another file or folder"
                 )
             return
         self.document = {
-            "result": STUDY, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
-            "machine": machine(), "versions": versions(("transformers", "tokenizers", "rouge-score")), "request": request,
+            "result": result, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
+            "machine": machine(), "versions": versions(packages), "request": request,
             "rows": [],
         }  # fmt: skip
 
@@ -59,12 +67,10 @@ class Results:
         write_json(self.path, self.document)
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, result: str = STUDY, row_keys: Collection[str] = ROW) -> dict[str, Any]:
     """Returns the document of a result file. Raises ValueError that says what is wrong with it."""
-    document = read_json(path, STUDY, SCHEMA)
-    for number, row in enumerate(document["rows"]):
-        if missing := sorted(_ROW - set(row)):
-            raise ValueError(f"{path}: row {number} lacks {', '.join(missing)}")
+    document = read_json(path, result, SCHEMA)
+    require_keys(path, document, ("request", "rows"), row_keys)
     return document
 
 

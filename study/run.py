@@ -38,6 +38,7 @@ from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.pipeline import Pipeline
 from study.cases import Case, cases, group_size, needs_text
+from study.data import text_tasks
 from study.results import UNQUANTIZED, Results
 
 SEEN = "seen"
@@ -80,34 +81,33 @@ def run(
     *,
     only: str | None = None,
     wanted: Sequence[Case] | None = None,
-    names: Collection[str] | None = None,
+    texts: Collection[str] | None = None,
     device: str = "cpu",
     say: Callable[[str], None] = lambda line: None,
     progress: bool = False,
 ) -> Results:
     """Measures the 16-bit model in `source` and every case on the texts and tasks in the folder `data`, into the result file
     `path`. `only` is a pattern for the keys of cases. `wanted` replaces the cases of the study (`study.cases.cases`).
-    `names` are those of the texts and tasks to take, all by default.
+    `texts` names the texts to measure on, without any task; by default all texts and tasks are taken.
 
     Rows in the file are not measured again. A killed calibration resumes after its last finished layer. Raises ValueError for
     texts that are too short, for a result file with other settings, and if programs should run without isolation.
     """
     if settings.run_generated_code:
         choose_isolation()
-    tasks = read_tasks(data, None, SuiteSettings(limit=settings.limit))
-    tasks = [task for task in tasks if names is None or task.name in names]
-    texts = [task for task in tasks if task.kind == "text"]
-    measure = _Measure(source, tasks, settings, device, progress)
+    tasks = read_tasks(data, None, SuiteSettings(limit=settings.limit)) if texts is None else text_tasks(data, texts)
+    measured_on = [task for task in tasks if task.kind == "text"]
+    measure = Measure(source, tasks, settings, device, progress)
     group = group_size(measure.model)
-    described = [_described(task) for task in tasks]
+    described = [task_record(task) for task in tasks]
     request = {"model": source.name, "group": group, "settings": asdict(settings), "tasks": described}
     results = Results(path, request)
     results.document.setdefault("weights", _weights(measure.model))
     work = path.with_name(f".{path.stem}.work")
     work.mkdir(parents=True, exist_ok=True)
-    for task in texts:
+    for task in measured_on:
         (work / f"{task.name}.txt").write_text(halves(task.content)[0], encoding="utf-8")
-    wanted = cases(group, [task.name for task in texts]) if wanted is None else wanted
+    wanted = cases(group, [task.name for task in measured_on]) if wanted is None else wanted
     chosen = [case for case in wanted if only is None or fnmatch.fnmatch(case.key, only)]
     if UNQUANTIZED not in results:
         say(UNQUANTIZED)
@@ -119,7 +119,7 @@ def run(
             _add(case, source, work, measure, settings, device, progress, results)
     if all(case.key in results for case in wanted):
         results.write(complete=True)
-        discard(work, [f"{task.name}.txt" for task in texts])
+        discard(work, [f"{task.name}.txt" for task in measured_on])
     return results
 
 
@@ -153,34 +153,43 @@ def _rounding(scheme: Scheme, transform: InputTransform) -> Callable[[nn.Module,
     return hook
 
 
-def _described(task: Task) -> dict[str, Any]:
+def task_record(task: Task) -> dict[str, Any]:
+    """Returns the description of a text or task for a result file, without its path."""
     return {key: value for key, value in task.described().items() if key != "path"}
 
 
 def _add(
-    case: Case, source: Path, work: Path, measure: _Measure, settings: Settings, device: str, progress: bool, results: Results
+    case: Case, source: Path, work: Path, measure: Measure, settings: Settings, device: str, progress: bool, results: Results
 ) -> None:
     target = work / case.key.replace(" ", "-")
     calibration = None
     if needs_text(case):
         calibration = Calibration(settings.samples, settings.length, case.seed, work / f"{case.text}.txt")
-    start = time.perf_counter()
     discard(target, CHECKPOINT)  # left by a run killed while measuring, perhaps of another model
+    row, figures = measured(case, source, target, calibration, measure, device, progress)
+    figures += measure.tasks() if case.tasks else []
+    if calibration is not None:
+        figures += measure.seen(calibration.tokens(source), settings.length)
+    results.add(row, figures)
+    discard(target, CHECKPOINT)
+
+
+def measured(
+    case: Case, source: Path, target: Path, calibration: Calibration | None, measure: Measure, device: str, progress: bool
+) -> tuple[dict[str, Any], list[tuple[str, Figure]]]:
+    """Quantizes `source` to the folder `target` and loads the result into `measure`. Returns the row of a result file without
+    its figures, and the figures on the texts."""
+    start = time.perf_counter()
     quantize_checkpoint(
         source, target, case.scheme, method=case.method, calibration=calibration, rotation=case.rotation,
         rotate_inputs=("*",) if case.rotate_inputs else (), device=device, progress=progress,
     )  # fmt: skip
     seconds = time.perf_counter() - start
-    bits = measure.load(target)
-    figures = measure.texts() + (measure.tasks() if case.tasks else [])
-    if calibration is not None:
-        figures += measure.seen(calibration.tokens(source), settings.length)
     row = {
-        "key": case.key, "scheme": case.scheme, "method": case.method_name, "bits_per_weight": bits, "seconds": seconds,
-        "calibration": None if calibration is None else {"text": case.text, "seed": case.seed},
+        "key": case.key, "scheme": case.scheme, "method": case.method_name, "bits_per_weight": measure.load(target),
+        "seconds": seconds, "calibration": None if calibration is None else {"text": case.text, "seed": case.seed},
     }  # fmt: skip
-    results.add(row, figures)
-    discard(target, CHECKPOINT)
+    return row, measure.texts()
 
 
 class _Recorded(nn.Module):
@@ -196,7 +205,7 @@ class _Recorded(nn.Module):
         return SimpleNamespace(logits=self._logits[input_ids.cpu().numpy().tobytes()][:, -logits_to_keep:])
 
 
-class _Measure:
+class Measure:
     """The 16-bit model, another that loads the weights of one case after the other, and the data. Both compute in one dtype
     with dequantized weights, and inputs rounded as the layers round them: this compares codes, not the rounding of kernels.
     They share the tensors that no case changes. Logits of all texts that fit into RECORDED_BYTES replace the 16-bit model."""
@@ -221,9 +230,7 @@ class _Measure:
 
     def load(self, folder: Path) -> float:
         """Loads the weights of a quantized checkpoint. Returns the bits per weight of its quantized layers."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._unhook()
         with CheckpointReader(folder) as reader:
             assert reader.manifest is not None
             entries = reader.manifest.layers
@@ -246,6 +253,18 @@ class _Measure:
                 if name == embedding and head not in shapes:
                     self._assign(head, reader.get(name))
         return 8 * nbytes / weights
+
+    def load_model(self, model: nn.Module) -> None:
+        """Loads the parameters of another model of the same architecture, fake-quantized for example."""
+        self._unhook()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._assign(name, parameter.detach())
+
+    def _unhook(self) -> None:
+        """Removes the rounding of inputs of the model loaded before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _assign(self, name: str, value: Tensor) -> None:
         """Replaces a tensor, unless it has these values already."""

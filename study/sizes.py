@@ -58,12 +58,12 @@ def main(
     """
     for model in models or ():
         model_folder(model)
-    if models and not data.exists():
-        gather(data, say)
+    if models:
+        gather(data, say, TEXTS)
     for model in models or ():
         path = results / f"{model.resolve().name}.json"
         run(
-            model.resolve(), data, path, Settings(512, windows), only=only, wanted=CASES, names=TEXTS,
+            model.resolve(), data, path, Settings(512, windows), only=only, wanted=CASES, texts=TEXTS,
             device=device, say=say, progress=True,
         )  # fmt: skip
         say(f"wrote {path}")

@@ -94,7 +94,7 @@ def read_tasks(suite: Path | None, text: Path | None, settings: Settings) -> lis
     paths = [] if suite is None else sorted(p for p in suite.iterdir() if not p.is_dir() and not p.name.startswith("."))
     files = [_read_task(path, settings) for path in paths]
     if text is not None:
-        files = [_text_task(text), *(task for task in files if task.kind != "text")]
+        files = [text_task(text), *(task for task in files if task.kind != "text")]
     elif not any(task.kind == "text" for task in files):
         content = sample_text()
         files.insert(0, Task(BUILT_IN, "text", content, None, hashlib.sha256(content.encode()).hexdigest()))
@@ -104,7 +104,8 @@ def read_tasks(suite: Path | None, text: Path | None, settings: Settings) -> lis
     return sorted(files, key=lambda task: ("text", *_FIELDS).index(task.kind))
 
 
-def _text_task(path: Path) -> Task:
+def text_task(path: Path) -> Task:
+    """Returns the task of a text file. Raises ValueError if it does not exist or is not UTF-8."""
     try:
         raw = regular_file(path).read_bytes()
     except FileNotFoundError:
@@ -117,7 +118,7 @@ def _text_task(path: Path) -> Task:
 
 def _read_task(path: Path, settings: Settings) -> Task:
     if path.suffix == ".txt":
-        return _text_task(path)
+        return text_task(path)
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise ValueError(f"{path}: a suite may only contain .txt, .jsonl and .jsonl.gz files; remove this one")
     first = read_records(path, 1)[0]

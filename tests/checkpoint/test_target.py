@@ -382,7 +382,7 @@ class TestResultFiles:
 def test_the_committed_results_are_recognised():
     root = Path(__file__).parent.parent.parent / "benchmarks" / "results"
     kinds = {"study": "lowbit study", "sizes": "lowbit study", "kv": "lowbit study kv"} | {
-        name: f"lowbit study {name}" for name in ("experts", "upcycle")
+        name: f"lowbit study {name}" for name in ("experts", "upcycle", "learned", "quantizing-speed")
     }
     kinds["vision"] = "lowbit demo --vision imagenet"
     for path in filter(Path.is_file, root.rglob("*")):
