@@ -175,6 +175,15 @@ TWO_GPUS = (
 
 WHOLE = (
     _tests("quantization", 150, "models/numerics models/learn models/distill models/calibrate"),
+    Part(
+        "study-learned", 500,
+        "study learned {model} --device cuda --rival auto-round --data {data} --seeds 0 --ways plain,rotated+distilled "
+        "--processes 4 --output {out}/learned.json", alone=False,
+    ),
+    Part(
+        "quantizing-speed", 250,
+        "study quantizing-speed --device cuda --rival auto-round --work {out} --output {out}/quantizing-speed.json",
+    ),
     Part("tests-products", 500, "pytest -m gpu -n 8 --dist worksteal -q -p no:cacheprovider -rfE tests/ops tests/pack", False),
     _e2e("dense", 240, "--batches 1,4,16,64"),
     _bench("conv", "conv", 200, ""),
@@ -184,7 +193,7 @@ WHOLE = (
         _bench("gemm", f"gemm-{model.lower()}", 550, f"--shapes {model} --m 1,2,4,8,16,32,64,128,256,1024,4096")
         for model in ("Llama-3-8B", "Qwen2.5-7B")
     ),
-)
+)  # fmt: skip
 
 PARTS = (*ONE_LAUNCH, *EXPERTS, *KEYS_AND_VALUES, *FEATURES, *NETWORKS, *WHOLE, *TWO_GPUS)
 """All parts. Seconds are of one H200 (two for `gpus` 2), 2026-11-28 and -29; those of parts that have not run are estimates."""
