@@ -284,8 +284,9 @@ def launcher(
 
         if DEPTHWISE_FORM == "quads":
             from lowbit.kernels.sm80.depthwise_quads import PreparedDepthwiseQuads
+            from lowbit.pack.depthwise import DepthwiseTaps
 
-            weight = choice.layout.unpack(packed.weight, (spec.outputs, 1, *spec.kernel))
+            weight = DepthwiseTaps().unpack(packed.weight, (spec.outputs, 1, *spec.kernel))
             if not quad_refusals(spec, weight):
                 return PreparedDepthwiseQuads(spec, packed, weight)
         return PreparedDepthwise(spec, packed, depthwise_tile(spec))

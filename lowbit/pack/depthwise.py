@@ -1,8 +1,9 @@
 """Order of a depthwise convolution's weights and constants in memory, for kernels/sm80/depthwise.py and depthwise_quads.py.
 
-A vector is 8 channels, a word of 4-bit codes or 64 bits of 8-bit codes of one pixel; for depthwise_quads.py it is 4 channels. A word of weights has 4 taps of one row of
-a channel's window, the last one filled up with zeros. Words of the same tap and of the same channel within their vector are
-neighbours, so that the lanes of a warp, which have neighbouring vectors, load neighbouring words.
+A vector is 8 channels, a word of 4-bit codes or 64 bits of 8-bit codes of one pixel; for depthwise_quads.py it is 4 channels. A
+word of weights has 4 taps of one row of a channel's window, the last one filled up with zeros. Words of the same tap and of the
+same channel within their vector are neighbours, so that the lanes of a warp, which have neighbouring vectors, load neighbouring
+words.
 """
 
 from __future__ import annotations

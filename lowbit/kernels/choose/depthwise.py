@@ -19,8 +19,8 @@ MOST_WORDS = 48
 words of 4 channels at a time. With more words, registers would limit the SM to fewer than three blocks."""
 
 DEPTHWISE_FORM: Literal["vectors", "quads"] = "vectors"
-"""The kernel of depthwise layers that both forms support: "vectors", 8 channels a thread (depthwise.py), or "quads", 4 channels of
-twice as many pixels (depthwise_quads.py). "quads" has not run on a GPU yet; docs/log/cnn.md has its count."""
+"""The kernel of depthwise layers that both forms support: "vectors", 8 channels a thread (depthwise.py), or "quads", 4 channels
+of more pixels (depthwise_quads.py). "quads" has not run on a GPU yet; docs/log/cnn.md has its count."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class DepthwiseTile:
 
 
 QUAD_TILES = {
-    (3, 1): {DepthwiseTile(8, 2, 4): 944, DepthwiseTile(7, 2, 4): 856},
+    (3, 1): {DepthwiseTile(14, 2, 4): 1488, DepthwiseTile(7, 2, 4): 856},
     (3, 2): {DepthwiseTile(4, 2, 4): 688, DepthwiseTile(7, 2, 4): 1072},
     (5, 1): {DepthwiseTile(4, 4, 4): 1504, DepthwiseTile(7, 2, 4): 1360},
     (5, 2): {DepthwiseTile(4, 2, 4): 1120},
 }
-"""Tiles of a thread of depthwise_quads.py, by window and stride, and its instructions for each (sm_90, Triton 3.6, with ReLU and
-4 vectors of padding; counted 2026-11-29). 7 rows divide images of 7, 14, 28, 56 and 112 rows."""
+"""Tiles of a thread of depthwise_quads.py, by window and stride, and its instructions for each (sm_90, Triton 3.6, with ReLU
+and 4 vectors of padding; counted 2026-11-29). 7 rows divide images of 7, 14, 28, 56 and 112 rows."""
 
 
 def is_depthwise(spec: ConvSpec) -> bool:
@@ -87,8 +87,8 @@ def depthwise_refusals(spec: ConvSpec) -> tuple[str, ...]:
 
 
 def window_without_zeros(weight: Tensor) -> tuple[int, tuple[int, int]]:
-    """Returns the side of a square window [C, 1, R, S] for depthwise_quads.py, and its first row and column. A window of 4 x 4 or
-    6 x 6 with a row and a column of zeros at its border, as padding on one side leaves it, is one of 3 x 3 or 5 x 5."""
+    """Returns the side of a square window [C, 1, R, S] for depthwise_quads.py, and its first row and column. A window of 4 x 4
+    or 6 x 6 with a row and a column of zeros at its border, as padding on one side leaves it, is one of 3 x 3 or 5 x 5."""
     rows, columns = weight.shape[2:]
     if rows != columns or rows not in (4, 6):
         return rows, (0, 0)

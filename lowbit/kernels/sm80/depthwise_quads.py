@@ -1,13 +1,13 @@
-"""Depthwise convolution of packed NHWC codes of 8 bits, windows of 3 x 3 and 5 x 5, strides 1 and 2. For all GPUs from sm_80 on.
+"""Depthwise convolution of packed NHWC codes of 8 bits, windows of 3 x 3 and 5 x 5, strides 1 and 2. For all GPUs from sm_80.
 
-A thread computes 4 channels of ROWS x COLUMNS neighbouring output pixels, where kernels/sm80/depthwise.py computes 8 channels of
-half as many: fewer pixels are loaded and transposed for each output. As there, a word holds 4 neighbouring pixels of one channel,
-and one dp4a multiplies 4 taps. A window of 3 that ends within a word is multiplied by shifted weights, without a funnel shift. The
-fifth column of a 5 x 5 window is one word of 4 rows and one tap, 7 dp4a instead of 10. Rows and columns of zeros at a window's
-border, which padding on one side leaves, are removed before a launch. With a ReLU the fma clamps to 0..1, codes are 128 times
-that, and 128 is mended in 4 codes at once.
+A thread computes 4 channels of ROWS x COLUMNS neighbouring output pixels, where depthwise.py computes 8 channels of fewer
+pixels: fewer pixels are loaded and transposed for each output. As there, a word holds 4 neighbouring pixels of one channel, and
+one dp4a multiplies 4 taps. A window of 3 that ends within a word is multiplied by shifted weights, without a funnel shift. The
+fifth column of a 5 x 5 window is one word of 4 rows and one tap: 7 dp4a instead of 10. Rows and columns of zeros at the border
+of a window, which padding on one side leaves, are removed before a launch. With a ReLU the fma clamps to 0..1, codes are 128
+times that, and 128 becomes 127 in 4 codes at once.
 
-Memory  x, y as in pack/nhwc64.py; weights and constants as in pack/depthwise.py, 4 channels a vector, without a window's zeros.
+Memory  x, y as in pack/nhwc64.py; weights and constants as in pack/depthwise.py with 4 channels a vector.
 Exact   bit for bit as `ConvLayer` of formats/conv.py. Sums start at the bits of 1.5 * 2^23, exact below 2^22. s and b are
         multiplied by 2^-7, which is exact, before a clamped fma. Tested: tests/kernels/sm80/test_depthwise_quads.py
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from lowbit.formats.conv import ConvSpec
 from lowbit.kernels.choose.depthwise import quad_tile, vectors_of_block, window_without_zeros
 from lowbit.kernels.parts.conv_plan import ConvPlan, PlainLauncher
-from lowbit.kernels.sm80.depthwise import MAGIC, THREADS, WARPS, bytes_of, dp4a, prmt, rounded, transposed, window_of
+from lowbit.kernels.parts.pixel_words import MAGIC, THREADS, WARPS, bytes_of, dp4a, prmt, rounded, transposed, window_of
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.depthwise import VECTOR, DepthwiseTaps
 from lowbit.pack.nhwc64 import padded_channels
@@ -46,7 +46,7 @@ def at_most_127(word):
 
 @triton.jit
 def load_quads(x, row, column, height, width, inside, QUADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads 4 channels of each of ROWS x COLUMNS pixels from (row, column), to which x points, on; zeros outside of the image."""
+    """Loads 4 channels of ROWS x COLUMNS pixels from (row, column), to which x points, on; zeros outside of the image."""
     step = (width * QUADS).to(tl.int64)
     line = x
     pixels = ()
@@ -77,8 +77,8 @@ def transposed_three(a, b, c):
 
 @triton.jit
 def transposed_rows(pixels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns words of 4 neighbouring pixels of a channel: for each row, each 4 columns, and each of 4 channels. Bytes of columns
-    that there are not have any value; a last column alone has no words."""
+    """Returns words of 4 neighbouring pixels of a channel: for each row, each 4 columns, and each of 4 channels. Bytes of
+    columns that there are not have any value; a last column alone has no words."""
     words = ()
     for r in tl.static_range(ROWS):
         for c in tl.static_range(0, COLUMNS - (1 if COLUMNS % 4 == 1 else 0), 4):
@@ -130,12 +130,13 @@ def next_rows(four, word, BYTE: tl.constexpr):
 
 @triton.jit
 def fifth_columns(words, PLACE: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr):
-    """Returns, for each of ROWS outputs and each byte of a second word, the word of that byte of 4 rows from row S * output on."""
+    """Returns, for each of ROWS outputs and each byte of second words, the word of that byte of 4 rows from S * output on."""
     fours = transposed(words[4 + PLACE], words[12 + PLACE], words[20 + PLACE], words[28 + PLACE])
     columns = fours
     for row in tl.static_range(S * (ROWS - 1)):
         new = words[(row + 4) * 8 + 4 + PLACE]
-        fours = (next_rows(fours[0], new, 0), next_rows(fours[1], new, 1), next_rows(fours[2], new, 2), next_rows(fours[3], new, 3))
+        low = (next_rows(fours[0], new, 0), next_rows(fours[1], new, 1))
+        fours = low + (next_rows(fours[2], new, 2), next_rows(fours[3], new, 3))
         if (row + 1) % S == 0:
             columns = columns + fours
     return columns
@@ -172,9 +173,9 @@ def depthwise_quads_kernel(
     OF_BLOCK: tl.constexpr, K: tl.constexpr, S: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Computes `total` groups of ROWS x COLUMNS pixels; an image has `down` x `across` groups. A block computes 2 OF_BLOCK quads
-    (4 channels) of VECTORS vectors (8 channels). OF_BLOCK = 4: the last 4 vectors of a pixel are padding, which the block before
-    them fills."""
+    """Computes `total` groups of ROWS x COLUMNS pixels; an image has `down` x `across` groups. A block computes 2 OF_BLOCK
+    quads (4 channels) of VECTORS vectors (8 channels). OF_BLOCK = 4: the last 4 vectors of a pixel are padding, which the block
+    before them fills."""
     QUADS: tl.constexpr = 2 * VECTORS
     WIDE: tl.constexpr = 2 * OF_BLOCK
     PLACES: tl.constexpr = THREADS // WIDE
@@ -259,6 +260,7 @@ class PreparedDepthwiseQuads(ConvPlan):
             -(-total * 2 * of_block // THREADS.value) * ((vectors - (4 if of_block == 4 else 0)) // of_block),
             y.view(-1).view(torch.int32), x.view(-1).view(torch.int32), self.weight.view(torch.int32), self.s, self.b,
             height, width, out_height, out_width, across, down, total, vectors, of_block, self.window,
-            spec.stride[0], spec.padding[0] - self.zeros[0], spec.padding[1] - self.zeros[1], tile.rows, tile.columns, spec.relu,
+            spec.stride[0], spec.padding[0] - self.zeros[0], spec.padding[1] - self.zeros[1], tile.rows, tile.columns,
+            spec.relu,
         )  # fmt: skip
         return y

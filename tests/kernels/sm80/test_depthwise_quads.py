@@ -1,4 +1,4 @@
-"""The depthwise kernel of 4 channels a thread: codes against the reference, without a GPU in Triton's interpreter; machine code."""
+"""Depthwise kernel of 4 channels a thread: codes against the reference, without a GPU in Triton's interpreter; machine code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tests.kernels.sass import compile_triton
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
 import triton.language as tl  # noqa: E402
 
-from lowbit.kernels.sm80 import depthwise, depthwise_quads  # noqa: E402
+from lowbit.kernels.sm80 import depthwise_quads  # noqa: E402
 from lowbit.kernels.sm80.depthwise_quads import PreparedDepthwiseQuads, depthwise_quads_kernel  # noqa: E402
-from tests.kernels.sm80.test_depthwise import layer, plain_dp4a, plain_prmt  # noqa: E402
+from tests.kernels.parts.test_pixel_words import replace_instructions  # noqa: E402
+from tests.kernels.sm80.test_depthwise import layer  # noqa: E402
 
 CASES = [
-    # window, stride, padding, ReLU, channels, size, row and column of zeros (first or last), tile; partial tiles, padded channels
-    ((3, 3), 1, 1, True, 70, (15, 5), None, (8, 2)),
+    # window, stride, padding, ReLU, channels, size, row and column of zeros, tile; partial tiles, padded channels
+    ((3, 3), 1, 1, True, 70, (13, 5), None, (14, 2)),
     ((3, 3), 1, 1, False, 96, (7, 7), None, (7, 2)),
     ((3, 3), 2, 1, True, 32, (9, 7), None, (7, 2)),
     ((4, 4), 2, 1, True, 64, (8, 10), (3, 3), (4, 2)),
@@ -73,8 +74,7 @@ def plain_at_most_127(word):
 
 
 def check_without_a_gpu():
-    for module in (depthwise, depthwise_quads):
-        module.dp4a, module.prmt = plain_dp4a, plain_prmt
+    replace_instructions(depthwise_quads)
     depthwise_quads.clamped_fma, depthwise_quads.at_most_127 = plain_clamped_fma, plain_at_most_127
     for case in CASES:
         check(case)
