@@ -42,7 +42,7 @@ def replace_instructions(*modules):
 
 @triton.jit
 def words_kernel(out, x, values, AT: tl.constexpr):
-    """Stores transposed words of 4 words of x, the window from byte AT, its dot product with the first word, 4 rounded bytes."""
+    """Stores transposed words of x, the window from byte AT, its dot product with the first word, and rounded bytes."""
     i = tl.arange(0, 128)
     a, b, c, d = tl.load(x + i), tl.load(x + 128 + i), tl.load(x + 256 + i), tl.load(x + 384 + i)
     words = transposed(a, b, c, d)
@@ -92,7 +92,7 @@ def test_words_on_a_gpu():
 
 
 def test_machine_code():
-    """8 prmt transpose 4 words (2 words of the 4 are not needed twice), one more takes a window, 3 join bytes; one dp4a."""
+    """8 prmt transpose 4 words, one takes the window, 3 join bytes; one dp4a."""
     kernel = compile_triton(
         words_kernel, {"out": "*i32", "x": "*i32", "values": "*fp32"}, {"AT": 3}, ("out", "x", "values"), 4, 90
     )
