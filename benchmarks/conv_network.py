@@ -51,7 +51,7 @@ FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
 """Fusions with rows by default."""
 
 ALL_FUSIONS = (*FUSIONS, *UNMEASURED_FUSIONS)
-"""Fusions that can have rows. "pairs" and "whole" are off in networks: vision/fusion.py says why."""
+"""Fusions that can have rows, also those that networks do not have yet."""
 
 SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
 """Scheme by storage of activations. Weights keep 8 bits: 4-bit weights would not be faster, as weights are 0.1 % of the bytes

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, ConvSpec, output_size, stored_dtype
 from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals
 from lowbit.kernels.choose.conv import ConvCandidate, Size, choose_conv, features_refusals, strip_refusals
-from lowbit.kernels.choose.depthwise import depthwise_tile
+from lowbit.kernels.choose.depthwise import DEPTHWISE_FORM, depthwise_tile, quad_refusals
 from lowbit.kernels.reference.conv import average_pool_reference, conv_reference, max_pool_reference, quantize_reference
 from lowbit.ops.register import on_device_of_first
 from lowbit.pack.conv_layout import PackedConv
@@ -282,6 +282,13 @@ def launcher(
     if choice.kernel == "sm80/depthwise":
         from lowbit.kernels.sm80.depthwise import PreparedDepthwise
 
+        if DEPTHWISE_FORM == "quads":
+            from lowbit.kernels.sm80.depthwise_quads import PreparedDepthwiseQuads
+            from lowbit.pack.depthwise import DepthwiseTaps
+
+            weight = DepthwiseTaps().unpack(packed.weight, (spec.outputs, 1, *spec.kernel))
+            if not quad_refusals(spec, weight):
+                return PreparedDepthwiseQuads(spec, packed, weight)
         return PreparedDepthwise(spec, packed, depthwise_tile(spec))
     if isinstance(choice.layout, GroupedBlocks):
         from lowbit.kernels.sm80.grouped_conv import PreparedGrouped

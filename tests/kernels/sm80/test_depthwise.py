@@ -14,10 +14,9 @@ from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import TRITON, compile_triton
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
-import triton.language as tl  # noqa: E402
-
 from lowbit.kernels.sm80 import depthwise  # noqa: E402
 from lowbit.kernels.sm80.depthwise import PreparedDepthwise, depthwise_kernel  # noqa: E402
+from tests.kernels.parts.test_pixel_words import replace_instructions  # noqa: E402
 
 CASES = [
     # window, stride, padding, x, y, ReLU, channels, size; channels pad to blocks of 64, sizes leave partial tiles
@@ -71,26 +70,8 @@ def check(case, on="cpu", images=2):
             assert torch.equal(got, wanted), case
 
 
-@triton.jit
-def plain_dp4a(a, b, c):
-    """What the instruction computes."""
-    for i in tl.static_range(4):
-        c = c + ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
-    return c
-
-
-@triton.jit
-def plain_prmt(a, b, SELECTOR: tl.constexpr):
-    """What the instruction computes for selectors without sign bits."""
-    word = tl.zeros_like(a)
-    for i in tl.static_range(4):
-        at = (SELECTOR >> (4 * i)) & 15
-        word = word | ((((b if at >= 4 else a) >> (8 * (at % 4))) & 255) << (8 * i))
-    return word
-
-
 def check_without_a_gpu():
-    depthwise.dp4a, depthwise.prmt = plain_dp4a, plain_prmt
+    replace_instructions(depthwise)
     for case in CASES:
         check(case)
 
