@@ -143,7 +143,8 @@ FEATURES = (
 NETWORKS = (
     _tests(
         "vision", 250,
-        "vision/device kernels/sm80/depthwise kernels/sm80/depthwise_quads kernels/parts/pixel_words kernels/sm80/grouped_conv kernels/elementwise/concat kernels/elementwise/resize "
+        "vision/device kernels/sm80/depthwise kernels/sm80/depthwise_quads kernels/parts/pixel_words "
+        "kernels/sm80/grouped_conv kernels/elementwise/concat kernels/elementwise/resize "
         "kernels/elementwise/code_table kernels/elementwise/pool kernels/sm90/conv_pair kernels/sm90/stem_pool "
         "kernels/sm90/conv_block kernels/sm90/conv_deep",
     ),
