@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -715,6 +716,7 @@ def measure(
         out.print(listed)
         return
     load_layers()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # parts end with this process
     rows = run(chosen(parts), out_folder, seconds, model, data, say)
     if any(row["status"] != "done" for row in rows):
         raise typer.Exit(1)

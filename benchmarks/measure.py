@@ -6,7 +6,9 @@ limit after which it is ended. Parts that only check or judge quality run side b
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import math
 import os
 import shlex
 import signal
@@ -211,10 +213,31 @@ def chosen(names: Sequence[str]) -> list[Part]:
 @dataclass
 class _Run:
     part: Part
+    command: list[str]
     process: subprocess.Popen[bytes]
     log: Path
     started: float
     limit: float
+    interrupted: float = math.inf
+
+    def status(self) -> str | None:
+        """Returns how the part has ended; None while it runs. Interrupts it at its limit, and ends it if it goes on then."""
+        now, code = time.monotonic(), self.process.poll()
+        if code is None and now >= self.limit and self.interrupted == math.inf:
+            self.interrupted = now
+            self.process.send_signal(signal.SIGINT)
+        if code is None and now < self.interrupted + KILL_AFTER_S:
+            return None
+        self.end()
+        if self.interrupted < math.inf:
+            return "interrupted at its limit"
+        return "done" if code == 0 else f"ended with {code}"
+
+    def end(self) -> None:
+        """Ends what is left of the part, its children too: they would disturb the next timing."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def measure(
@@ -240,49 +263,42 @@ def measure(
         write_json(out / "measure.json", document)
         say(f"{row['name']}: {row['status']}, {row['seconds']:.0f} s")
 
-    for group in ([part for part in parts if not part.alone], *([part] for part in parts if part.alone)):
-        running = []
-        for part in group:
-            if end - time.monotonic() < part.seconds:
-                keep({"name": part.name, "status": "not started: too little time is left", "seconds": 0.0})
-                continue
-            log = out / f"{part.name}.log"
-            say(f"{part.name}: about {part.seconds} s, {log}")
-            with log.open("wb") as file:
-                process = subprocess.Popen(commands[part.name], stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-            now = time.monotonic()
-            running.append(_Run(part, process, log, now, min(now + 2 * part.seconds, end)))
-        try:
-            for run in running:
-                keep(_row(run, commands[run.part.name], say))
-        finally:
-            for run in running:
-                _end(run.process)
+    running: list[_Run] = []
+    try:
+        for group in ([part for part in parts if not part.alone], *([part] for part in parts if part.alone)):
+            for part in group:
+                if end - time.monotonic() < part.seconds:
+                    keep({"name": part.name, "status": "not started: too little time is left", "seconds": 0.0})
+                    continue
+                say(f"{part.name}: about {part.seconds} s, {out / part.name}.log")
+                running.append(_begin(part, commands[part.name], out, end))
+            while running:
+                for run in list(running):
+                    status = run.status()
+                    if status is not None:
+                        running.remove(run)
+                        keep(_row(run, status, say))
+                time.sleep(0.05)
+    finally:
+        for run in running:
+            run.end()
     return rows
 
 
-def _row(run: _Run, command: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
-    """Waits for a part, prints the end of its log, and returns its row."""
-    status = "interrupted at its limit"
-    try:
-        code = run.process.wait(max(run.limit - time.monotonic(), 0))
-        status = "done" if code == 0 else f"ended with {code}"
-    except subprocess.TimeoutExpired:
-        _end(run.process)
-    lines = run.log.read_text(errors="replace").splitlines()
-    for line in lines[-SHOWN:]:
+def _begin(part: Part, command: list[str], out: Path, end: float) -> _Run:
+    """Starts a part in a session of its own. It can be interrupted also if this process ignores interrupts."""
+    log, now = out / f"{part.name}.log", time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+    return _Run(part, command, process, log, now, min(now + 2 * part.seconds, end))
+
+
+def _row(run: _Run, status: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Returns the row of a part that has ended, and prints the end of its log."""
+    for line in run.log.read_text(errors="replace").splitlines()[-SHOWN:]:
         say(f"    {line}")
     took = time.monotonic() - run.started
-    return {"name": run.part.name, "status": status, "seconds": took, "command": shlex.join(command), "log": run.log.name}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupts a process that still runs, as Ctrl-C does, and ends it with its children if it goes on."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(KILL_AFTER_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return {"name": run.part.name, "status": status, "seconds": took, "command": shlex.join(run.command), "log": run.log.name}

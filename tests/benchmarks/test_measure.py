@@ -55,6 +55,23 @@ def test_parts_in_order_within_their_time(tmp_path):
     assert rows[2]["seconds"] < 20 and any("No module named" in line for line in said)
 
 
+def test_parts_side_by_side_have_their_own_times(tmp_path):
+    """A short part beside a long one has its own seconds and limit. Children of a part that has ended are ended too."""
+    sleeping = "subprocess.Popen(['sleep', '60'])"
+    parts = [
+        Part("long", 3, "timeit -n 1 -r 1 -s 'import time' 'time.sleep(3)'", alone=False),
+        Part("short", 1, "timeit -n 1 pass", alone=False),
+        Part("over", 1, "timeit -n 1 -r 1 -s 'import time' 'time.sleep(60)'", alone=False),
+        Part("parent", 1, f"timeit -n 1 -r 1 -s 'import subprocess' \"print({sleeping}.pid)\"", alone=False),
+    ]  # fmt: skip
+    rows = {row["name"]: row for row in measure(parts, tmp_path, 900, say=lambda line: None)}
+    assert rows["short"]["seconds"] < rows["long"]["seconds"] > 3 and rows["over"]["status"] == "interrupted at its limit"
+    assert {rows[name]["status"] for name in ("long", "short", "parent")} == {"done"}
+    child = int((tmp_path / "parent.log").read_text().splitlines()[0])
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rsplit(") ", 1)[1][0] == "Z"
+
+
 def test_what_is_missing_is_said(tmp_path):
     with pytest.raises(ValueError, match="needs --model FOLDER"):
         measure(chosen(["features-requests"]), tmp_path, 100)
