@@ -415,6 +415,7 @@ class Engine:
         scheduled = self._launch_next()
         if waited and scheduled.decoding and not scheduled.drafts and self.speculation is not None:
             self.speculation.waits += 1
+            self._in_flight[-1].alone = False  # not launched while the step before was running, as plain steps are
         if not (scheduled and self._async_scheduling):
             self._earlier = len(self._in_flight)
         self._read_earlier()

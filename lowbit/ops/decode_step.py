@@ -217,7 +217,9 @@ def faster_contexts(
     """Returns for each number of tokens the longest context at which one launch was measured to be faster; numbers without such
     a context are missing."""
     machine = machine_of(device)
-    contexts = {m: faster_context(_shape(layers, ends, attention, m), machine) for m in TOKENS}
+    numbers = {w.scheme.weight.name for layer in layers for w in layer.products if not isinstance(w, DenseWeight)}
+    number = numbers.pop() if len(numbers) == 1 else ""
+    contexts = {m: faster_context(_shape(layers, ends, attention, m), machine, number) for m in TOKENS}
     return {m: context for m, context in contexts.items() if context}
 
 

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -287,8 +288,9 @@ def test_refusals_of_experts(emulated, monkeypatch):
 def test_where_it_is_faster(emulated, monkeypatch):
     """Without a choice of the caller, steps are one launch where that was measured to be faster."""
     model = packed(model_of("llama", torch.float16), "w4a16_g128", skip=lambda module: "lm_head" in module)
+    model.lm_head = packed(nn.Sequential(model.lm_head), "w8a16")[0]
     program = program_of(model)
-    kind = UnitForm(4, 32), model.config.num_attention_heads // model.config.num_key_value_heads
+    kind = "int4", UnitForm(4, 32), model.config.num_attention_heads // model.config.num_key_value_heads
     rows = (Faster("H200", 1, *kind, 0, 10**6, 512), Faster("H200", 2, *kind, 10**6, 10**9, 512))
     monkeypatch.setattr(decode_step, "FASTER", rows)
     one = launch_of(program, measured=True)
@@ -296,9 +298,14 @@ def test_where_it_is_faster(emulated, monkeypatch):
     slots = Slots(2, 256, 160, (), torch.device("cpu"))
     assert one.computes(1, slots, 2048) and one.computes(1, slots, 0)
     assert not one.computes(1, slots, 2049) and not one.computes(2, slots, 100)
-    monkeypatch.setattr(decode_step, "FASTER", (Faster("H100", 1, *kind, 0, 10**6, 512),))
-    (reason,) = launch_of(program, measured=True)
-    assert reason.startswith("it was not measured to be faster for layers of 0 MB on H200")
+    others = (Faster("H100", 1, *kind, 0, 10**6, 512), Faster("H200", 1, "fp4_e2m1", *kind[1:], 0, 10**6, 512))
+    for row in others:
+        monkeypatch.setattr(decode_step, "FASTER", (row,))
+        (reason,) = launch_of(program, measured=True)
+        assert reason.startswith("it was not measured to be faster for layers of 0 MB on H200")
+    monkeypatch.setattr(decode_step, "FASTER", rows)
+    wide_head = packed(model_of("llama", torch.float16), "w4a16_g128", skip=lambda module: "lm_head" in module)
+    assert isinstance(launch_of(program_of(wide_head), measured=True), tuple), "measured with heads in 8 bits"
 
 
 @pytest.mark.parametrize("row", FASTER, ids=lambda row: f"{row.tokens} tokens, {row.form.bits} bits, {row.context}")

@@ -421,15 +421,18 @@ def test_guesses_are_verified_if_they_pay_by_measured_times():
     assert assumed.plan(unlikely) and assumed.verify_cost == drafting.verify_cost == VERIFY_COST
 
 
-def test_steps_that_wait_for_nothing_are_counted(model):
-    """A plan that expects guesses before the token in flight is read, and finds none after that, has delayed a plain step."""
-    engine = engine_of(model, speculate=3, max_length=256)
+def test_steps_that_wait_for_nothing_are_counted(model, monkeypatch):
+    """A plan that expects guesses before the token in flight is read, and finds none after that, has delayed a plain step,
+    whose time is then none of a plain step."""
+    engine, timed = engine_of(model, speculate=3, max_length=256), []
+    monkeypatch.setattr(engine.speculation.clock, "read", lambda sequences, guesses, now, alone: timed.append(alone))
     sequence = engine.submit(Request(prompt(50), 40))
     engine.speculation.plan = lambda sequences, unread=False: {sequence: 1} if unread else {}
     while sequence.finish_reason is None:
         engine.step()
     assert tokens(sequence) == expected(model, sequence.request.prompt, 40)
     assert engine.speculation.waits >= 38 and engine.speculation.steps == 0
+    assert len(timed) >= 39 and sum(timed) <= 1
 
 
 def test_steps_that_capture_a_graph_are_not_timed(model, monkeypatch):

@@ -596,13 +596,14 @@ def wait_of(status: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Faster:
-    """A measurement: one launch is faster than the launches of a chain on GPUs whose product name begins with `gpu`, in steps
-    of `tokens` tokens, for layers whose products all have weights of `form`, of which a step reads `least_bytes` to
-    `most_bytes`, with `group` heads for each kv head. `context`: the longest measured one, in tokens. `experts`: of MLPs that
-    are experts, else of dense ones."""
+    """A measurement: one launch is faster than the launches of a chain on the GPU of the product name `gpu`, in steps of
+    `tokens` tokens with an 8-bit head, for layers whose products all have weights in the format `number` and of `form`, of
+    which a step reads `least_bytes` to `most_bytes`, with `group` heads for each kv head. `context`: the longest measured one,
+    in tokens. `experts`: of MLPs that are experts, else of dense ones."""
 
     gpu: str
     tokens: int
+    number: str
     form: UnitForm
     group: int
     least_bytes: int
@@ -612,14 +613,14 @@ class Faster:
 
 
 FASTER = (
-    Faster("H200", 1, UnitForm(4, 32), 4, 100 * 10**6, 130 * 10**6, 8192),
-    Faster("H200", 2, UnitForm(4, 32), 4, 100 * 10**6, 130 * 10**6, 1024),
-    Faster("H200", 1, UnitForm(6), 4, 150 * 10**6, 180 * 10**6, 1024),
-    Faster("H200", 2, UnitForm(6), 4, 150 * 10**6, 180 * 10**6, 1024),
-    Faster("H200", 1, UnitForm(8), 4, 200 * 10**6, 240 * 10**6, 1024),
-    Faster("H200", 1, UnitForm(4, 32), 8, 25 * 10**6, 35 * 10**6, 1024, experts=True),
-    Faster("H200", 2, UnitForm(4, 32), 8, 42 * 10**6, 56 * 10**6, 1024, experts=True),
-    Faster("H200", 4, UnitForm(4, 32), 8, 76 * 10**6, 100 * 10**6, 1024, experts=True),
+    Faster("H200", 1, "int4", UnitForm(4, 32), 4, 100 * 10**6, 130 * 10**6, 8192),
+    Faster("H200", 2, "int4", UnitForm(4, 32), 4, 100 * 10**6, 130 * 10**6, 1024),
+    Faster("H200", 1, "fp6_e3m2", UnitForm(6), 4, 150 * 10**6, 180 * 10**6, 1024),
+    Faster("H200", 2, "fp6_e3m2", UnitForm(6), 4, 150 * 10**6, 180 * 10**6, 1024),
+    Faster("H200", 1, "int8", UnitForm(8), 4, 200 * 10**6, 240 * 10**6, 1024),
+    Faster("H200", 1, "int4", UnitForm(4, 32), 8, 25 * 10**6, 35 * 10**6, 1024, experts=True),
+    Faster("H200", 2, "int4", UnitForm(4, 32), 8, 42 * 10**6, 56 * 10**6, 1024, experts=True),
+    Faster("H200", 4, "int4", UnitForm(4, 32), 8, 76 * 10**6, 100 * 10**6, 1024, experts=True),
 )
 """All such measurements, on one H200 with an 8-bit head. By `python -m benchmarks e2e --one-launch`, context 1,024, 2026-11-29
 (benchmarks/results/h200/2026-11-29-e2e-one-launch.json and .. -qwen3-30b-a3b.json), ms of a step in one launch / by launches:
@@ -630,10 +631,12 @@ at 1 token and context 8,192 503 / 551, w8a16 at 1 token 600 / 645; SmolLM2-135M
 an engine chooses the launches where there is no row."""
 
 
-def faster_context(shape: StepShape, machine: Machine) -> int:
-    """Returns the longest context at which one launch was measured to be faster; 0 if there is none."""
+def faster_context(shape: StepShape, machine: Machine, number: str) -> int:
+    """Returns the longest context at which one launch was measured to be faster; 0 if there is none. `number`: name of the
+    format of all weights of the layers."""
     forms = {form for product in LAYER_PRODUCTS for form in shape.forms_of(product)}
-    kind = shape.tokens, forms, shape.attention.group, shape.experts > 0
-    fitting = (row for row in FASTER if machine.product.startswith(row.gpu))
-    rows = (row for row in fitting if (row.tokens, {row.form}, row.group, row.experts) == kind)
+    if shape.forms_of("head") != (UnitForm(8),):
+        return 0
+    kind = machine.product, shape.tokens, number, forms, shape.attention.group, shape.experts > 0
+    rows = (row for row in FASTER if (row.gpu, row.tokens, row.number, {row.form}, row.group, row.experts) == kind)
     return max((row.context for row in rows if row.least_bytes <= shape.layer_bytes <= row.most_bytes), default=0)

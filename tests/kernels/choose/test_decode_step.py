@@ -160,28 +160,32 @@ def test_names():
 
 
 def test_where_one_launch_is_faster(monkeypatch):
-    """The longest context of the measurements that fit."""
-    h200 = typical_machine(90)
+    """The longest context of the measurements that fit: same GPU, number format, form, group and kind of MLP, an 8-bit head."""
+    h200, int4, fp6 = typical_machine(90), "int4", "fp6_e3m2"
+    small = dataclasses.replace(SMALL, forms=forms(FP6, head=(INT8,)))
     assert LLAMA.layer_bytes == 218_103_808 * 33 // 64  # 4 bits and a 16-bit scale for 128 weights
-    assert faster_context(LLAMA, h200) == 8192
-    assert faster_context(dataclasses.replace(LLAMA, tokens=4), h200) == faster_context(MIXED, h200) == 0
+    assert faster_context(LLAMA, h200, int4) == 8192 and faster_context(LLAMA, h200, "fp4_e2m1") == 0
+    for head in ((DENSE,), ()):
+        assert faster_context(dataclasses.replace(LLAMA, forms=forms(INT4, head=head)), h200, int4) == 0
+    assert faster_context(dataclasses.replace(LLAMA, tokens=4), h200, int4) == faster_context(MIXED, h200, "") == 0
+    assert faster_context(LLAMA, dataclasses.replace(h200, product="H200 NVL"), int4) == 0
     rows = (
-        Faster("H200", 1, INT4, 4, 10**8, 2 * 10**8, 1024), Faster("H200", 1, INT4, 4, 0, 2 * 10**8, 512),
-        Faster("H200", 1, FP6, 3, 0, 10**9, 99), Faster("H100", 1, INT4, 4, 0, 10**9, 9999),
+        Faster("H200", 1, int4, INT4, 4, 10**8, 2 * 10**8, 1024), Faster("H200", 1, int4, INT4, 4, 0, 2 * 10**8, 512),
+        Faster("H200", 1, fp6, FP6, 3, 0, 10**9, 99), Faster("H100 80GB HBM3", 1, int4, INT4, 4, 0, 10**9, 9999),
     )  # fmt: skip
     for row in FASTER:  # all were measured with these two shapes
         shape = dataclasses.replace(LLAMA, tokens=row.tokens, forms=forms(row.form, head=(INT8,)))
         if row.experts:
             shape = dataclasses.replace(EXPERTS, tokens=row.tokens, intermediate=row.tokens * EXPERTS.intermediate)
-        assert faster_context(shape, h200) == row.context
+        assert faster_context(shape, h200, row.number) == row.context
     monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", rows)
-    assert faster_context(LLAMA, h200) == 1024
-    assert faster_context(SMALL, h200) == faster_context(dataclasses.replace(LLAMA, tokens=2), h200) == 0
-    assert faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 99
-    assert faster_context(LLAMA, dataclasses.replace(h200, product="H100 80GB HBM3")) == 9999
-    assert EXPERTS.layer_bytes < 2 * 10**8 and faster_context(EXPERTS, h200) == 0  # no row of these is of experts
+    assert faster_context(LLAMA, h200, int4) == 1024
+    assert faster_context(small, h200, fp6) == faster_context(dataclasses.replace(LLAMA, tokens=2), h200, int4) == 0
+    assert faster_context(dataclasses.replace(small, tokens=1), h200, fp6) == 99
+    assert faster_context(LLAMA, dataclasses.replace(h200, product="H100 80GB HBM3"), int4) == 9999
+    assert EXPERTS.layer_bytes < 2 * 10**8 and faster_context(EXPERTS, h200, int4) == 0  # no row of these is of experts
     monkeypatch.setattr("lowbit.kernels.choose.decode_step.FASTER", (dataclasses.replace(rows[1], group=8, experts=True),))
-    assert faster_context(EXPERTS, h200) == 512 and faster_context(dataclasses.replace(SMALL, tokens=1), h200) == 0
+    assert faster_context(EXPERTS, h200, int4) == 512 and faster_context(dataclasses.replace(small, tokens=1), h200, fp6) == 0
 
 
 @pytest.mark.parametrize(
