@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 
 from benchmarks import results
@@ -62,6 +63,8 @@ class StartConfig:
 
 def run(config: StartConfig, path: Path | None, progress: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
     """Measures all starts and writes the result file after each. Returns its path and document."""
+    if "warm" in config.ways and "cold" not in config.ways and config.device.type == "cuda":
+        raise ValueError("a warm start finds the kernels of a cold one: --ways cold,warm")
     on_gpu = config.device.type == "cuda"
     about = results.machine() if on_gpu else machine() | {"gpu": "cpu"}
     today = datetime.date.today()
@@ -95,7 +98,7 @@ def run(config: StartConfig, path: Path | None, progress: Callable[[str], None])
                         shutil.rmtree(cache, ignore_errors=True)
                     try:
                         row |= _start(folder, cores, cache, compiled[0] if way == "kernels" else None, config)
-                    except (RuntimeError, TimeoutError, OSError) as error:
+                    except (RuntimeError, OSError, ValueError, LookupError, httpx.HTTPError) as error:
                         row["error"] = reason(error)
                 elif row["error"] is None:
                     row["error"] = "a CPU has no kernels to compile ahead"
@@ -126,9 +129,17 @@ def _compiled(
     progress("compiling kernels ahead")
     file, begun = scratch / "kernels.lowbit", time.perf_counter()
     command = [sys.executable, "-m", "lowbit", "compile", str(folder), "-o", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    if done.returncode:
-        return None, {"error": f"lowbit compile: {done.stderr.strip().splitlines()[-1:]}"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        said, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        return None, {"error": f"lowbit compile did not end within {limit:.0f} s"}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        last = said.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+        return None, {"error": f"lowbit compile: {last[0]}"}
     return file, {"compile_s": time.perf_counter() - begun, "kernels_bytes": file.stat().st_size}
 
 
@@ -144,7 +155,7 @@ def _read(folder: Path) -> float:
 
 def _start(folder: Path, cores: int, cache: Path, kernels: Path | None, config: StartConfig) -> dict[str, Any]:
     """Starts a server, asks for a completion, stops it. Returns the columns of the row."""
-    command = [sys.executable, "-m", "lowbit", "serve", str(folder), "--port", "0", "--device", config.device.type]
+    command = [sys.executable, "-m", "lowbit", "serve", str(folder), "--port", "0", "--device", str(config.device)]
     variables = [f"TRITON_CACHE_DIR={cache}", "PYTHONUNBUFFERED=1", "NO_COLOR=1"]
     if kernels is not None:
         command += ["--kernels", str(kernels)]
@@ -201,8 +212,6 @@ def phases(lines: list[str]) -> dict[str, float]:
 
 def _first_token(url: str, end: float) -> float:
     """Returns the time at which the first event of a streamed completion arrived."""
-    import httpx
-
     with httpx.Client(timeout=max(end - time.monotonic(), 1.0)) as client:
         name = client.get(f"{url}/v1/models").json()["data"][0]["id"]
         body = {"model": name, "prompt": "a b c", "max_tokens": 2, "stream": True, "temperature": 0}

@@ -227,11 +227,18 @@ def _outcomes(worker: _Worker, missing: Sequence[Job]) -> Iterator[tuple[Job, Me
             yield job, worker.attempt(job)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(worker.processes, spawn, initializer=_start, initargs=(worker,)) as pool:
+    pool = ProcessPoolExecutor(worker.processes, spawn, initializer=_start, initargs=(worker,))
+    try:
         futures = {pool.submit(_attempt, job): job for job in missing}
         for future in as_completed(futures):
             error = future.exception()  # the process was killed
             yield futures[future], future.result() if error is None else Failure(f"{type(error).__name__}: {error}")
+    finally:
+        # after an interrupt, rows that have not begun do not begin, and those that run are not waited for
+        processes = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
 
 
 _own: list[_Worker] = []
@@ -350,8 +357,10 @@ def table(document: Document) -> str:
     for (scheme, way), rows in sorted(groups.items(), key=lambda item: item[0][0]):
         other = groups.get((scheme, AUTO_ROUND))
         means = [statistics.fmean(_kl(rows, text)) for text in texts]
-        ratio = None if other is None else statistics.fmean(
-            mean / statistics.fmean(_kl(other, text)) for mean, text in zip(means, texts, strict=True)
+        seeds = {row["seed"] for row in rows} & {row["seed"] for row in other or ()}
+        pairs = [[row for row in of if row["seed"] in seeds] for of in (rows, other or ())]
+        ratio = None if not seeds else statistics.fmean(
+            statistics.fmean(_kl(pairs[0], text)) / statistics.fmean(_kl(pairs[1], text)) for text in texts
         )  # fmt: skip
         seconds = [row["seconds"] for row in rows if row["processes"] == 1]
         cells = [f"`{scheme}`", way, f"{rows[0]['bits_per_weight']:.2f}", str(len(rows))]

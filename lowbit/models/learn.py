@@ -102,14 +102,23 @@ class _Step:
         """Changes the parameters by one step at this learning rate."""
         self._descent.set_rate(rate)
         if self._steps == self.EAGER_STEPS and self._captures and not self._synchronizes():
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
-                self._change()
+            self._graph = self._captured()
         self._steps += 1
         if self._graph is None:
             self._change()
         else:
             self._graph.replay()
+
+    def _captured(self) -> torch.cuda.CUDAGraph | None:
+        """Returns the graph of a step; None if it cannot be captured, which changes no parameter."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self._change()
+        except RuntimeError:  # an operator that a capture forbids, or too little memory for the graph's own
+            self._descent.forget()
+            return None
+        return graph
 
     def _change(self) -> None:
         self._backward()

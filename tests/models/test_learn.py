@@ -196,3 +196,49 @@ def test_a_gpu_repeats_itself(method, tiny, tmp_path):  # noqa: F811
     assert files(tmp_path / "a") == files(tmp_path / "b")
     quantize_checkpoint(tiny, tmp_path / "cpu", "w3a16_g32", method=method, calibration=CALIBRATION)
     assert layer_error(tiny, tmp_path / "a") < 1.1 * layer_error(tiny, tmp_path / "cpu")
+
+
+def test_a_step_that_cannot_be_captured_runs_without_a_graph(lively, tmp_path, monkeypatch):
+    """The codes are those of steps without graphs, also if the capture fails after its first half."""
+    step, failing = learn_module._Step, []
+
+    class Graph:
+        def __init__(self, *arguments, **options):
+            pass
+
+        def __enter__(self):
+            failing.append(True)
+
+        def __exit__(self, *error):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def changed(self):
+        if not (failing and failing.pop()):
+            step._backward(self)
+            self._descent.step()
+
+    quantize_checkpoint(lively, tmp_path / "eager", "w3a16_g32", method=METHOD, calibration=CALIBRATION)
+    made = []
+    init = step.__init__
+
+    def capturing(self, *arguments):
+        init(self, *arguments)
+        self._captures, self._synchronizes = True, lambda: False
+        made.append(self)
+
+    monkeypatch.setattr(step, "__init__", capturing)
+    monkeypatch.setattr(step, "_change", changed)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    quantize_checkpoint(lively, tmp_path / "refused", "w3a16_g32", method=METHOD, calibration=CALIBRATION)
+    assert made and all(each._graph is None and each._steps > step.EAGER_STEPS for each in made)
+    assert files(tmp_path / "eager") == files(tmp_path / "refused")
+
+
+@pytest.mark.gpu
+def test_graphs_change_no_code(lively, tmp_path, monkeypatch):
+    quantize_checkpoint(lively, tmp_path / "graphs", "w3a16_g32", method=METHOD, calibration=CALIBRATION, device="cuda")
+    monkeypatch.setattr(learn_module._Step, "_captured", lambda self: None)
+    quantize_checkpoint(lively, tmp_path / "eager", "w3a16_g32", method=METHOD, calibration=CALIBRATION, device="cuda")
+    assert files(tmp_path / "graphs") == files(tmp_path / "eager")
