@@ -74,7 +74,7 @@ def quantize_by_rival(
     values in a group than the scheme has codes: then the two did not quantize the same layers.
     """
     package, (bits, group), where = require(), bits_and_group(scheme), torch_device(device)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).eval()
     linears = list(plan_for(model, scheme, None, False).linears)
     compiles = where.type != "cpu"
     quantizer = package.AutoRound(
