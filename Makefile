@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 help:
 	@echo "make demo    quantize a real language model, measure it, generate text (a few minutes, no GPU needed)"
 	@echo "make demo-vision  train a small CNN, quantize it to INT8 and INT4, measure its accuracy (minutes, no GPU needed)"
-	@echo "make check   style, types and the tests that find most mistakes (two minutes)"
+	@echo "make check   style, types and the tests that find most mistakes (four minutes on two cores)"
 	@echo "make test    everything that needs no GPU: style, types, tests, documentation"
 	@echo "make test-vllm  the vLLM plug-in in whole engines on a CPU (3.5 GB of packages, up to 45 minutes)"
 	@echo "make fuzz    damaged files, tokenizers, requests and schedules with new random cases (SECONDS=60)"
@@ -51,7 +51,7 @@ types: $(BIN)/.ready
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # Number formats, layouts, instructions, kernel choice, the numerics of every operator on a CPU, checkpoints, the engine, and the
-# rules of the tree: 8,900 tests, which compile no kernel.
+# rules of the tree: 9,500 tests, which compile no kernel.
 CHECK := $(addprefix tests/,formats hardware pack kernels/choose kernels/reference ops nn quantize checkpoint engine pipeline tune \
   test_structure.py test_project.py test_import.py test_help.py test_docs.py)
 
