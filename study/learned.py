@@ -33,7 +33,7 @@ from lowbit.tune.timing import reason
 from study.cases import DEFAULT_TEXT, DISTILL, Case
 from study.data import gather, text_tasks
 from study.results import ROW, UNQUANTIZED, Results, figure_of
-from study.rival import AUTO_ROUND, bits_and_group, bits_per_weight, check_rival, quantize_by_rival
+from study.rival import AUTO_ROUND, Batch, Iterations, Rival, bits_and_group, bits_per_weight, check_rival, quantize_by_rival
 from study.run import Measure, measured, task_record
 from study.run import Settings as TextSettings
 
@@ -88,12 +88,10 @@ def main(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a 16-bit model.")],
     rows: Annotated[str, typer.Option(help="Schemes, separated by commas: integers in groups.")] = ",".join(SCHEMES),
     ways: Annotated[str, typer.Option(help="What lowbit does, separated by commas.")] = ",".join(WAYS),
-    rival: Annotated[str | None, typer.Option(help=f"Also measure this tool: {AUTO_ROUND} (pip install auto-round).")] = None,
+    rival: Rival = None,
     seeds: Annotated[str, typer.Option(help="Seeds of pieces and order, separated by commas.")] = "0,1,2",
-    iterations: Annotated[
-        int, typer.Option(min=1, help="Iterations of learning a layer, of both tools.")
-    ] = Settings.iterations,
-    batch: Annotated[int, typer.Option(min=1, help="Pieces of an iteration, of both tools.")] = Settings.batch,
+    iterations: Iterations = Settings.iterations,
+    batch: Batch = Settings.batch,
     samples: Annotated[int, typer.Option(min=1, help="Pieces to calibrate on, the same for both tools.")] = Settings.samples,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a piece.")] = Settings.length,
     distill: Annotated[int, typer.Option(min=1, help="Steps of distillation, of the ways that have it.")] = Settings.distill,

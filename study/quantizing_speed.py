@@ -28,7 +28,7 @@ from lowbit.models.calibrate import Calibration
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.progress import Progress
 from study.results import Results
-from study.rival import AUTO_ROUND, bits_and_group, check_rival, quantize_by_rival
+from study.rival import Batch, Iterations, Rival, bits_and_group, check_rival, quantize_by_rival
 
 Document = Mapping[str, Any]
 
@@ -62,11 +62,9 @@ def main(
     layers: Annotated[int, typer.Option(min=2, help="Decoder layers of the longer run.")] = Settings.layers,
     scheme: Annotated[str, typer.Option(help="Scheme: integers in groups.")] = Settings.scheme,
     methods: Annotated[str, typer.Option(help="Methods of lowbit, separated by commas.")] = ",".join(METHODS),
-    rival: Annotated[str | None, typer.Option(help=f"Also measure this tool: {AUTO_ROUND} (pip install auto-round).")] = None,
-    iterations: Annotated[
-        int, typer.Option(min=1, help="Iterations of learning a layer, of both tools.")
-    ] = Settings.iterations,
-    batch: Annotated[int, typer.Option(min=1, help="Pieces of an iteration, of both tools.")] = Settings.batch,
+    rival: Rival = None,
+    iterations: Iterations = Settings.iterations,
+    batch: Batch = Settings.batch,
     samples: Annotated[int, typer.Option(min=1, help="Pieces to calibrate on, the same for all.")] = Settings.samples,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a piece.")] = Settings.length,
     output: Annotated[Path, typer.Option(help="Result file, complete after every row and resumed.")] = Path(

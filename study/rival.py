@@ -11,9 +11,10 @@ import math
 from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -24,6 +25,11 @@ from lowbit.models.skeleton import tokenizer_of
 
 AUTO_ROUND = "auto-round"
 RIVALS = (AUTO_ROUND,)
+
+Rival = Annotated[str | None, typer.Option(help=f"Also measure this tool: {AUTO_ROUND} (pip install {AUTO_ROUND}).")]
+Iterations = Annotated[int, typer.Option(min=1, help="Iterations of learning a layer, of both tools.")]
+Batch = Annotated[int, typer.Option(min=1, help="Pieces of an iteration, of both tools.")]
+
 ROWS_CHECKED = 8
 """Rows of each weight whose groups are checked for the number of values."""
 

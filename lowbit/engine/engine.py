@@ -476,7 +476,8 @@ class Engine:
             self._prefill_one_by_one(scheduled)
 
     def _decode_timed(self, scheduled: SchedulerOutput) -> None:
-        """Launches the decode step, and marks it if its time is that of such a step, for the cost of guesses."""
+        """Launches the decode step. Marks it as `alone` if nothing but decoding takes its time, so that the cost of guesses can
+        be measured by it. A capture delays the earlier steps in flight too."""
         captured = self._captures()
         self._in_flight.append(self._decode(scheduled))
         self._in_flight[-1].alone = not scheduled.chunks and all(s.grammar is None for s in scheduled.decoding)

@@ -109,7 +109,9 @@ def test_windows_that_are_too_large_are_refused():
 
 
 def test_blocks_leave_out_padding():
-    """Of 64, 96 and 144 channels of 8 a vector, and of 1 in a vector of its own."""
+    """A case is (vectors of 8 channels in a stored pixel, those without padding): 64 of 64 channels, 96 of 128, 144 of 192,
+    then 32, 40 and 72 channels.
+    """
     assert [vectors_of_block(*known) for known in ((8, 8), (16, 12), (24, 18), (8, 4), (8, 5), (16, 9))] == [8, 4, 4, 4, 8, 4]
 
 
